@@ -28,7 +28,7 @@ from router.nodes.shared_news import SharedNews
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from shared.protocol.resolver import Resolver
-from tests.patience import eventually, until
+from tests.patience import PATIENCE_S, eventually, until
 from tests.unit.router.fakes import FakeNode
 from tests.unit.router.test_membership import TIMING, new_membership
 
@@ -220,6 +220,33 @@ def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
                 assert found is not None and found.address == new.ref.address
                 lost = changes.find(old.ref.address.removeprefix("tcp://"))
                 assert lost is not None and lost.address == old.ref.address
+
+    asyncio.run(run())
+
+
+def test_a_node_is_told_to_resume_only_while_it_is_added() -> None:
+    """Else each later connection would take back the drain of another router."""
+
+    async def run() -> None:
+        async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
+            changes = FleetChanges(
+                membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
+            )
+            for _ in range(2):  # anew, and once more as a member
+                member = await changes.add(Role.DECODE, node.ref.address, PATIENCE_S)
+                assert member.state is MemberState.ALIVE and member.pinned and not member.resume
+
+    asyncio.run(run())
+
+
+def test_a_node_that_is_listed_in_another_role_is_still_listed() -> None:
+    async def run() -> None:
+        async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
+            for role in Role:
+                membership.on_listing([(role, node.ref.address)])
+                assert [member.listed for member in membership.members] == [True]
+            membership.on_listing([])
+            assert [member.listed for member in membership.members] == [False]
 
     asyncio.run(run())
 
