@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from prefill_node.fetches import Fetches
 from shared.config import ScheduleOptions
 from shared.engine.vitals import Vitals
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import Finish, Work
+from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -87,15 +89,8 @@ class RunAhead:
         if found is None:
             return
         req, num_tokens = found
-        work = req.work
-        beginning = Work(
-            tuple(req.ids[:num_tokens]),
-            NO_OUTPUT,
-            extra_key=work.extra_key,
-            priority=work.priority,
-            routing_key=work.routing_key,
-            rid=work.rid,
-        )
+        ids = tuple(req.ids[:num_tokens])
+        beginning = msgspec.structs.replace(req.work, input_ids=ids, params=NO_OUTPUT, output_ids=())
         timeline = Timeline(req.timeline.role, clock=req.timeline.clock)
         self._chunk, self.chunk_of = Req(req.key, beginning, timeline, max_output_len=0), req
         self._batcher.add(self._chunk)

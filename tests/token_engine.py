@@ -240,6 +240,7 @@ def token_engine(config: NodeConfig) -> Engine:
         limits=NodeLimits(context_length, (num_pages - 1) * cache.page_size, num_rows),
         progress=Progress(),
         attention_backend="tokens",
+        is_exact=True,
         eos_token_ids=frozenset({EOS}),
         profiler=Profiler(config.profile_dir, "tokens"),
         cpu_cores=CpuCores(1),

@@ -33,6 +33,7 @@ def sim_engine(config: NodeConfig, stream: SimStream, clock: NodeClock) -> Engin
         limits=NodeLimits(context_length, (num_pages - 1) * cache.page_size, num_rows),
         progress=Progress(),
         attention_backend="simulated",
+        is_exact=True,
         eos_token_ids=frozenset({EOS}),
         profiler=Profiler(config.profile_dir, "simulated"),
         cpu_cores=CpuCores(1),

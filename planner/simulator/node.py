@@ -132,7 +132,7 @@ class SimNode:
         self.page_size = shape.page_size
         self.version = PROTOCOL_VERSION
         self.kv_nbytes_per_token = shape.kv_bytes_per_token
-        self.numerics = "sim"
+        self.numerics, self.is_exact = "sim", True
         self.prefixes = PrefixIndex()
         self._ping_at = loop.now
         self._pong = Load()

@@ -73,7 +73,8 @@ class Route:
 
     def continues(self, numerics: Numerics) -> bool:
         """Whether it computes what is known of a sequence, with output of these `numerics`, to the same bits."""
-        return self.numerics == numerics and numerics.prompt == numerics.output
+        is_exact = all(node.is_exact for node in self.nodes)
+        return is_exact and self.numerics == numerics and numerics.prompt == numerics.output
 
 
 class Placement:

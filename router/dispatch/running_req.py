@@ -60,7 +60,12 @@ class Node(Protocol):
 
     @property
     def numerics(self) -> str:
-        """Equal on two nodes that compute the same bits (`KVLayout.numerics`)."""
+        """Equal on two nodes that compute the same bits by the same forward (`KVLayout.numerics`)."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it computes a token to the same bits by any forward."""
         ...
 
     @property

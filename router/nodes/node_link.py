@@ -192,6 +192,11 @@ class LiveNode:
         return self.hello.layout.numerics
 
     @property
+    def is_exact(self) -> bool:
+        """Whether it computes a token to the same bits by any forward."""
+        return self.hello.is_exact
+
+    @property
     def page_size(self) -> int:
         """Tokens in a KV page."""
         return self.hello.layout.page_size

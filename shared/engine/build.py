@@ -67,6 +67,8 @@ class Engine:
     progress: Progress
     attention_backend: str
     """The name of the one that was chosen."""
+    is_exact: bool
+    """Whether it is (`ModelBackend.is_exact`)."""
     eos_token_ids: frozenset[int]
     profiler: Profiler
     cpu_cores: CpuCores
@@ -200,6 +202,7 @@ def build_engine(
         limits=limits,
         progress=progress,
         attention_backend=backend.name,
+        is_exact=backend.is_exact,
         profiler=profiler,
         cpu_cores=cpu_cores,
         share=share,

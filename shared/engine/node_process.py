@@ -280,7 +280,14 @@ def _parts(presence: _Presence, config: NodeConfig, loaded: _Loaded, wake: threa
         "host_kv_tokens": engine.ledger.host.num_pages * engine.layout.page_size,
     }
     hello = NodeHello(
-        node, presence.role, engine.layout, engine.limits, flags, PROTOCOL_VERSION, config.net.fixed_role
+        node,
+        presence.role,
+        engine.layout,
+        engine.limits,
+        flags,
+        PROTOCOL_VERSION,
+        config.net.fixed_role,
+        engine.is_exact,
     )
     return NodeParts(
         config=config,

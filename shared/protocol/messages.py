@@ -413,6 +413,8 @@ class NodeHello(Struct, frozen=True):
     """As that of RouterHello."""
     fixed_role: bool = False
     """The node refuses SetRole: it was started with --fixed-role."""
+    is_exact: bool = False
+    """Whether a token has the same bits whatever forward computes it. If not, equal numerics do not promise that."""
 
 
 class Refused(Struct, frozen=True):

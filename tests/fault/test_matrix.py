@@ -20,6 +20,8 @@ CUT = [
     Cell(fault, stage, transport)
     for transport, cells in {
         Transport.SHM: (
+            (Fault.NONE, Stage.MOVING),
+            (Fault.NONE, Stage.DRAINING),
             (Fault.PREFILL_KILLED, Stage.PREFILLING),
             (Fault.DECODE_KILLED, Stage.QUEUED),
             (Fault.DECODE_KILLED, Stage.PREFILLING),

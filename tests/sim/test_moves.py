@@ -93,6 +93,16 @@ class Run:
         self.cluster.assert_idle()
 
 
+def test_the_decode_node_reports_what_the_prefill_node_had_cached() -> None:
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        before = cluster.router.submit("before", prompt(1), params(4), "p0", "d1")
+        cluster.run(lambda: cluster.router.answers[before].ended)
+        run = Run(cluster, num_new=8)
+        run.check_end()
+        reports = cluster.router.answers[run.key].reports
+        assert len(reports) > 1 and {report.cached_tokens for report in reports} == {28}
+
+
 @both_overlaps
 def test_a_request_moves_while_it_runs(overlap: bool) -> None:
     with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
@@ -367,6 +377,19 @@ def test_a_request_that_outgrows_its_reservation_stays() -> None:
         cluster.network.release(Ready)
         run.until(lambda: bool(move.failures))
         assert "outgrown" in move.failures[0].message
+        run.check_end()
+
+
+def test_a_request_is_not_stopped_for_a_link_that_has_sent_nothing() -> None:
+    """It would stand still for the whole of its pages. It stays where it is instead, and streams on meanwhile."""
+    with Cluster(1, 2, token_engine, config()) as cluster:
+        run = Run(cluster)
+        move = halt(run, "in flight")
+        run.until(lambda: bool(move.failures) or run.stage() is ReqStage.TRANSFERRING)
+        assert [failure.message for failure in move.failures] == [
+            "no page has left before the pages that its target has reserved were full"
+        ]
+        cluster.network.release(Grant)
         run.check_end()
 
 

@@ -19,6 +19,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 from tests.cluster import Cluster
+from tests.later_work import assert_kept, later_work
 from tests.sim.test_races import params, prompt
 from tests.token_engine import TokenStream, reference_tokens, token_engine
 
@@ -137,6 +138,34 @@ def test_only_the_last_part_is_computed_after_the_reservation(overlap: bool) -> 
         assert fleet.computed[3:] == [("a", 40, 42)]
         fleet.assert_right(key, 42)
         assert (fleet.vitals.num_ahead_tokens, fleet.vitals.num_ahead_evicted_tokens) == (40, 0)
+
+
+def test_a_chunk_has_every_field_of_the_work() -> None:
+    """But for its ids, and for what it wants: nothing. So a field that a later release adds is there, too."""
+    with full() as fleet:
+        key = fleet.submit("a", 42)
+        fleet.run(10)
+        work = later_work(tuple(prompt(42, seed=42)), params(4))
+        fleet.prefill.reqs[key].work = work
+        while not fleet.computed:
+            fleet.step()
+        last = fleet.prefill.batcher.last_batch
+        assert last is not None
+        (chunk,) = (item.req for item in last.extends)
+        assert chunk is not fleet.prefill.reqs[key]
+        nothing = SamplingParams(max_new_tokens=0, temperature=0.0)
+        assert_kept(chunk.work, work, input_ids=work.input_ids[:CHUNK], params=nothing)
+
+
+def test_a_chunk_of_a_request_that_goes_on_ends_within_what_is_known() -> None:
+    """Output that is known is prompt to the chunk."""
+    with full() as fleet:
+        known = tuple(reference_tokens(prompt(30, seed=30), 8, eos=None))
+        key = fleet.router.submit("a", prompt(30, seed=30), params(16), "p0", "d0", output_ids=known)
+        fleet.run(100)
+        assert fleet.computed == [("a", 0, 16), ("a", 16, 32), ("a", 32, 36)]
+        fleet.free()
+        assert fleet.cluster.tokens(key) == reference_tokens(prompt(30, seed=30), 16)
 
 
 def test_what_was_computed_ahead_for_a_request_is_not_cached_for_it() -> None:

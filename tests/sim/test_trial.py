@@ -45,6 +45,23 @@ def test_what_comes_while_it_runs_alone_is_handed_back() -> None:
         cluster.assert_idle()
 
 
+def test_one_that_has_output_already_runs_alone_for_as_long() -> None:
+    """Its tokens count from where it goes on, not from its first."""
+    known = wanted(prompt(0), NUM_NEW)[: 2 * ALONE]
+    with Cluster(0, 1, token_engine, config()) as cluster:
+        answers = cluster.router.answers
+        suspect = cluster.router.submit(
+            "suspect", prompt(0), params(NUM_NEW), None, "d0", output_ids=known, alone_tokens=ALONE
+        )
+        early = submit(cluster, "early", seed=1)
+        cluster.run(lambda: len(answers[suspect].token_ids) >= 3 * ALONE)
+        assert cluster.router.alone == [suspect] and is_handed_back(cluster, early)
+        late = submit(cluster, "late", seed=3)
+        cluster.run_all(check=True)
+        assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
+        assert cluster.tokens(late) == wanted(prompt(3), NUM_NEW)
+
+
 def test_a_node_is_emptied_for_it() -> None:
     with Cluster(0, 1, token_engine, config()) as cluster:
         router = cluster.router

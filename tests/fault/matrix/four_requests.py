@@ -16,13 +16,15 @@ from tests.processes import Call, Router
 
 NUM_NEW = 32
 NUM_SEQS = 5
+NUM_OWN = 40
+"""Tokens of a prompt behind PREFIX."""
 PREFIX = random_prompt(28, seed=1000)
 """All prompts begin so. The decode node that has cached it is chosen for all of them."""
 
 
 def _body(number: int, **sampling: Any) -> dict[str, Any]:
     return {
-        "input_ids": [*PREFIX, *random_prompt(40, seed=number)],
+        "input_ids": [*PREFIX, *random_prompt(NUM_OWN, seed=number)],
         "sampling_params": {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True, **sampling},
         "stream": True,
     }

@@ -26,7 +26,9 @@ from tests.fault.matrix.fleet_nodes import (
     make_fleet_key,
 )
 from tests.fault.matrix.four_requests import (
+    BODIES,
     NUM_NEW,
+    NUM_OWN,
     NUM_SEQS,
     PREFIX,
     Answer,
@@ -36,7 +38,7 @@ from tests.fault.matrix.four_requests import (
     rids,
     start_four,
 )
-from tests.fault.matrix.holding import Sight, Stage
+from tests.fault.matrix.holding import NUM_STREAMED, Sight, Stage
 from tests.fault.matrix.namespaces import Namespaces, why_no_namespaces
 from tests.fault.matrix.plants import Plant
 from tests.fault.matrix.resources import Resources, resources
@@ -62,6 +64,8 @@ ROUTER_FLAGS = (
     # By time to first token, the decode nodes would share the requests, or prefill them.
     *("--decode-policy", "cache-aware", "--local-prefill-tokens", "16"),
 )
+NUM_WAITING = 2
+"""The output of the request that waits for both decode nodes to come back."""
 ABORTED = ("greedy", "n2")
 """The requests that are aborted in cells of that stage."""
 _KILLS = (Fault.PREFILL_KILLED, Fault.DECODE_KILLED, Fault.DECODES_KILLED, Fault.TARGET_KILLED)
@@ -92,6 +96,23 @@ def matrix_over(
         matrix = exits.enter_context(Matrix(folder, model, transport, network=network, patience_s=patience_s))
         yield matrix
         matrix.fleet.stop()
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a node has computed since its process began. Retracted requests are not counted again."""
+
+    incarnation: str
+    num_generated: int
+    num_prompt_tokens: int
+    """Those that were not cached."""
+
+    def since(self, before: Computed) -> Computed:
+        """What came after `before`; all of it if that was another process."""
+        if self.incarnation != before.incarnation:
+            return self
+        num_generated = self.num_generated - before.num_generated
+        return Computed(self.incarnation, num_generated, self.num_prompt_tokens - before.num_prompt_tokens)
 
 
 class Matrix:
@@ -163,9 +184,11 @@ class Matrix:
     def run(self, cell: Cell) -> Times:
         """Run one cell. Raises AssertionError where the client, or a process, sees anything that is wrong."""
         fault, stage, primary = cell.fault, cell.stage, self._prepare()
+        self._wait_home()
         incarnations = self._incarnations()
-        num_before, num_failed = self._num_generated(), self._num_failed()
+        num_before, num_failed, before = self._num_generated(), self._num_failed(), self._computed()
         calls = self._start_held(stage, primary)
+        num_received = self._num_received(stage, calls)
         at = time.monotonic()
         victims = self._inflict(fault, stage, primary, calls)
         for node in self.nodes:
@@ -200,6 +223,11 @@ class Matrix:
             assert num_generated < NUM_SEQS * NUM_NEW / 2, "a node went on with what its client had left"
         if fault is Fault.NONE:
             self._check_none_failed(num_failed)
+        if fault not in _ENDS_STREAMS:
+            gone = {incarnations[node.name] for node in (*victims, *drained)}
+            self._check_computed_again(
+                fault, before, gone, num_received if incarnations[primary.name] in gone else None
+            )
         self.check_home()
         if fault in _ENDS_STREAMS:
             return Times(detected_s, None)
@@ -252,14 +280,14 @@ class Matrix:
 
     def _bring_back(self, decodes: list[HeldNode]) -> None:
         """Start both decode nodes again, for which a new request waits meanwhile."""
-        waiting = self.router.generate(PREFIX, 2)
+        waiting = self.router.generate(PREFIX, NUM_WAITING)
         code, health = self.router.get("/health")
         assert code == 503 and all(node.name in health["reason"] for node in decodes), health
         assert not waiting.ended, waiting.describe()
         for node in decodes:
             node.order()
             node.start()
-        assert len(waiting.tokens()) == 2
+        assert len(waiting.tokens()) == NUM_WAITING
 
     def _cut(self, victims: list[HeldNode], *ends: HeldNode) -> None:
         """Cut off the victims, which work on, for no one. Without victims, cut both ends of the transfer apart."""
@@ -508,6 +536,53 @@ class Matrix:
 
     def _check_none_failed(self, num_before: float) -> None:
         assert self._num_failed() == num_before, "a failover, or a failed move, though nothing has failed"
+
+    def _computed(self) -> dict[str, Computed]:
+        incarnations, loads = self._incarnations(), self.router.loads()
+        return {
+            name: Computed(
+                incarnations[name],
+                load["num_generated_tokens"],
+                load["num_prompt_tokens"] - load["num_cached_tokens"],
+            )
+            for name, load in loads.items()
+        }
+
+    def _num_received(self, stage: Stage, calls: Mapping[str, Call]) -> int:
+        """The tokens that clients have by now: at least those that all requests of the stage have streamed."""
+
+        def received() -> int:
+            each = (answers(name, call) for name, call in calls.items())
+            return sum(len(answer.output_ids) for some in each for answer in some)
+
+        num_streamed = NUM_SEQS * NUM_STREAMED if stage in (Stage.STREAMING, *LEAVING) else 0
+        self._until("clients have what was streamed", lambda: received() >= num_streamed)
+        return received()
+
+    def _check_computed_again(
+        self, fault: Fault, before: Mapping[str, Computed], gone: set[str], num_received: int | None
+    ) -> None:
+        """Streams go on behind their last token: no node but those that are `gone` computes what a client has.
+
+        `num_received` are the tokens that clients had when the decode node of the streams was lost; None: it was not.
+        Of those the prefill node had computed the first of each stream. What prompts have in common is computed once.
+        """
+        self._wait_home()
+        here = [
+            now.since(before[name]) for name, now in self._computed().items() if now.incarnation not in gone
+        ]
+        num_generated = sum(computed.num_generated for computed in here)
+        most = NUM_SEQS * NUM_NEW
+        if num_received is not None:
+            most += NUM_SEQS - num_received
+        if fault is Fault.DECODES_KILLED:
+            most += NUM_WAITING
+        assert num_generated <= most, f"{num_generated} tokens were computed where {most} were left"
+        num_prompt_tokens = sum(computed.num_prompt_tokens for computed in here)
+        most = len(PREFIX) + len(BODIES) * NUM_OWN
+        if fault is not Fault.NONE:  # each once more, and that of `_bring_back`
+            most += NUM_SEQS * (len(PREFIX) + NUM_OWN) + len(PREFIX)
+        assert num_prompt_tokens <= most, f"{num_prompt_tokens} prompt tokens were computed, and not {most}"
 
     def _num_generated(self) -> int:
         return sum(load["num_generated_tokens"] for load in self.router.loads().values())

@@ -7,7 +7,7 @@ what it always did.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from shared.engine.node_process import NodeParts
 from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
 from shared.kvtransfer.layout import Chunk
-from shared.protocol.messages import Cancel, ReqKey
+from shared.protocol.messages import Cancel, Decode, Prefill, ReqKey
 from shared.protocol.router_port import FromRouter
 from shared.protocol.transfer_messages import Handoff
 from shared.timeline import Role
@@ -135,6 +135,21 @@ def lost_cancel(parts: NodeParts, is_active: IsActive) -> None:
 
     def faulty() -> list[FromRouter]:
         return [heard for heard in take() if not (is_active() and isinstance(heard.message, Cancel))]
+
+    hold(parts.router_port, "take", faulty)
+
+
+def position_forgotten(parts: NodeParts, is_active: IsActive) -> None:
+    """A stream that failed over is computed again from its first token; the router drops what its client has."""
+    take = parts.router_port.take
+
+    def faulty() -> list[FromRouter]:
+        heard = take()
+        for at, one in enumerate(heard):
+            if is_active() and isinstance(one.message, Prefill | Decode):
+                work = msgspec.structs.replace(one.message.work, output_ids=())
+                heard[at] = replace(one, message=msgspec.structs.replace(one.message, work=work))
+        return heard
 
     hold(parts.router_port, "take", faulty)
 
@@ -275,6 +290,13 @@ PLANTS = {
             lost_cancel,
             finding="^a node went on with what its client had left",
             cell=_cell(Fault.CLIENT_GONE, Stage.STREAMING),
+        ),
+        Plant(
+            "a stream computed again from its first token",
+            _BOTH,
+            position_forgotten,
+            finding=r"^\d+ tokens were computed where \d+ were left",
+            cell=_cell(Fault.LINK_LOST, Stage.TRANSFERRING),
         ),
         Plant(
             "a double free",

@@ -200,6 +200,41 @@ def test_decode_and_extend_give_the_same_bits(team: Team, shape: Shape) -> None:
         first += length
 
 
+SPLIT = 512
+"""`kSplit` of the kernels."""
+
+
+@pytest.mark.parametrize("num_splits", [3, 9])
+def test_decode_adds_the_splits_of_a_context_in_the_order_of_extend(team: Team, num_splits: int) -> None:
+    """The first two cancel out exactly, and are so large that the others are lost in either: every order shows."""
+    length = num_splits * SPLIT - 3
+    shape = Shape((length,), 4, 2, 64, 16)
+    generator = torch.Generator().manual_seed(7)
+    kv = paged(shape, generator)
+    pages_of_split = kv.page_table_BP[0].long()[: 2 * SPLIT // 16].view(2, -1)
+    kv.k_pages[pages_of_split[1]] = kv.k_pages[pages_of_split[0]]
+    kv.v_pages[pages_of_split[0]] *= 2.0**14
+    kv.v_pages[pages_of_split[1]] = -kv.v_pages[pages_of_split[0]]
+    pages = kv.k_pages, kv.v_pages
+    first = max(2 * SPLIT, length - SPLIT - 50)
+    q_THD = (
+        queries(shape, length - first, generator) * 0.25
+    )  # so that each split has its share of the weights
+    extended = extend_attention(team, q_THD, *pages, kv.page_table_BP, [first], [len(q_THD)])
+    rows = [*range(0, len(q_THD), 23), len(q_THD) - 1]
+    seq_lens, table_BP = [first + row + 1 for row in rows], kv.page_table_BP.repeat(len(rows), 1)
+    decoded = decode_attention(team, q_THD[rows], *pages, table_BP, seq_lens)
+    assert torch.equal(decoded.view(torch.int16), extended[rows].view(torch.int16))
+    k, v, _ = kv.finite()
+    small = v.clone()
+    small[pages_of_split] = 0.0
+    expected, magnitudes = (
+        reference.decode_attention(q_THD[rows].double(), k, x, table_BP.long(), torch.tensor(seq_lens))
+        for x in (small, small.abs())
+    )
+    assert_within_rounding(decoded, expected, magnitudes)
+
+
 @pytest.mark.parametrize("num_hidden", [3, 64, 150])
 def test_keys_whose_score_is_minus_infinity_have_no_weight(team: Team, num_hidden: int) -> None:
     """Though they fill whole blocks, and come before any other."""

@@ -108,6 +108,13 @@ def test_a_draw_follows_the_distribution(team: Team) -> None:
     assert np.abs(found - expected).max() <= 1.01
 
 
+def test_a_uniform_at_an_edge_is_of_the_token_behind_it(team: Team) -> None:
+    """The cumulative probability has to exceed it: all samplers agree, to the bit."""
+    inputs = inputs_of(["plain"] * 4, 4)
+    inputs.uniforms_S.numpy()[:] = np.arange(4) / 4
+    assert native(team, torch.zeros(4, 4), inputs) == draw(torch.zeros(4, 4), inputs).tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_distribution(team: Team, uniform: float) -> None:
     """What is masked or filtered out is never drawn."""

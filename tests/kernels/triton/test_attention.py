@@ -235,5 +235,28 @@ def test_every_cut_gives_the_same_bits(
     assert torch.equal(bits(out), bits(whole.out_THD[tokens]))
 
 
+def test_splits_are_added_in_order() -> None:
+    """The first two cancel out exactly, and are so large that the third is lost in either: every order shows."""
+    kv = PagedKV(EXACT, [LENGTH], seed=6)
+    first, second = kv.table_BP[0, : 2 * SPLIT // EXACT.S].reshape(2, -1)
+    kv.pages[0][second] = kv.pages[0][first]
+    kv.pages[1][first] *= 2.0**20
+    kv.pages[1][second] = -kv.pages[1][first]
+    tokens = np.arange(2 * SPLIT, LENGTH, 43)
+    q_THD = torch.randn(len(tokens), EXACT.H, EXACT.D, generator=torch.Generator().manual_seed(7))
+    q_THD = (q_THD / 4).to(EXACT.dtype)
+    batch = PagedKV(EXACT, [LENGTH], seed=6)
+    batch.pages, batch.table_BP = kv.pages, kv.table_BP.repeat(len(tokens), axis=0)
+    lengths = [1] * len(tokens)
+    whole = batch.attention(EXACT.kernels(workspace_nbytes=0), q_THD, tokens.tolist(), lengths)
+    cut = batch.attention(EXACT.kernels(num_programs=50), q_THD, tokens.tolist(), lengths)
+    assert torch.equal(bits(cut), bits(whole))
+    kv.pages[1][np.concatenate([first, second])] = 0.0
+    rows = torch.from_numpy(batch.table_BP).long()
+    expected = extend_attention(q_THD, *kv.pages, rows, tokens.tolist(), lengths)
+    tolerance = TOLERANCE[EXACT.dtype]
+    torch.testing.assert_close(whole, expected, atol=tolerance, rtol=tolerance)
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)

@@ -84,6 +84,12 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert sample(logits[i : i + 1], SamplingInputs(draws=alone)) == [token]
 
 
+def test_a_uniform_at_an_edge_is_of_the_token_behind_it() -> None:
+    draws = draws_of(["plain"] * 4, 4)
+    draws.uniforms_S.copy_(torch.arange(4) / 4)
+    assert sample(torch.zeros(4, 4), SamplingInputs(draws=draws)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_distribution(uniform: float) -> None:
     """What is masked or filtered out is never drawn."""

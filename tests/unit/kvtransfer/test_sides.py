@@ -101,6 +101,33 @@ def test_an_offer_needs_no_forward_to_be_granted_while_the_next_pages_are_comput
     assert isinstance(world.d.ended[key(0)], Received)
 
 
+def test_pages_of_a_request_that_still_runs_elsewhere_come_after_those_of_others(world: World) -> None:
+    """They were offered first. Alone they hurry nobody, so that their link may be filled with them."""
+    moving, prefilled = key(0), key(1)
+    num_offered, num_chunks = 99, 2 * 99
+    world.p.rate = num_offered
+
+    def tick() -> None:
+        world.run(0.001, dt=0.001)
+
+    assert world.p.open(moving, "d0", num_offered + 1)
+    assert world.d.open(moving, "p0", num_offered + 1, 0, num_known=3)
+    assert world.p.open(prefilled, "d0", 6) and world.d.open(prefilled, "p0", 6, 0)
+    was_hurried = False
+    while prefilled not in world.d.ended:
+        tick()
+        was_hurried |= world.d.side.is_hurried()
+        if world.p.live[moving].next_page:
+            world.p.rate = 0
+    assert was_hurried and world.d.pages.num_scatters < num_chunks / 2
+    num_scatters = world.d.pages.num_scatters
+    tick()
+    assert not world.d.side.is_hurried() and num_scatters < num_chunks
+    world.p.rate = 1
+    world.run(2.0)
+    assert isinstance(world.d.ended[moving], Received)
+
+
 def test_chunks_of_many_transfers_are_granted_in_the_order_of_their_offers(world: World) -> None:
     for number in range(8):
         open_both(world, number=number)

@@ -40,6 +40,7 @@ class FakeNode:
         self.page_size = PAGE
         self.kv_nbytes_per_token = 1024
         self.numerics = "native"
+        self.is_exact = True
         self.version = PROTOCOL_VERSION
         self.prefixes = PrefixIndex()
         self.sent: list[RouterToNode] = []

@@ -19,13 +19,16 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from kubernetes import client
 
+from router.dispatch.running_req import Node
 from router.nodes.discovery import Discovery, DnsDiscovery, Listing, make_discovery
+from router.nodes.fleet_changes import FleetChanges
 from router.nodes.k8s_discovery import K8sDiscovery, address_of_pod
 from router.nodes.member import MemberState
+from router.nodes.shared_news import SharedNews
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from shared.protocol.resolver import Resolver
-from tests.patience import eventually, until
+from tests.patience import PATIENCE_S, eventually, until
 from tests.unit.router.fakes import FakeNode
 from tests.unit.router.test_membership import TIMING, new_membership
 
@@ -132,24 +135,118 @@ def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCaptureF
             assert f"prefill_node_alive node=p0 address={node.ref.address}" in texts
             assert any(text.startswith(f"node_lost address={silent} reason=") for text in texts), texts
             assert f"node_forgotten address={silent}" in texts
+            named = membership.dial(silent, Role.DECODE, pinned=True)
+            assert named is not None
+            await eventually(lambda: named.state is MemberState.LOST)
+            text = caplog.records[-1].getMessage()
+            assert text.startswith(f"decode_node_lost address={silent} reason="), (
+                "the operator knows its role"
+            )
 
     asyncio.run(run())
 
 
-def test_a_listed_node_is_dialled_until_it_is_back() -> None:
+@pytest.mark.parametrize("joined", [False, True], ids=["listed first", "joined first"])
+def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
+    """One that is not listed, and is lost at the same time, is forgotten meanwhile."""
+
     async def run() -> None:
         timing = dataclasses.replace(TIMING, forget_s=0.05)
-        async with FakeNode(Role.DECODE, "d0") as other, new_membership(timing=timing) as (membership, _):
-            node = FakeNode(Role.PREFILL, "p0")
+        async with (
+            FakeNode(Role.DECODE, "d0") as kept,
+            FakeNode(Role.DECODE, "d1") as unlisted,
+            new_membership(timing=timing) as (membership, _),
+        ):
+            node = FakeNode(Role.DECODE, "d2")
             await node.__aenter__()
+            known = [kept, unlisted, node] if joined else [unlisted]
+            for one in known:
+                assert membership.dial(one.ref.address, Role.DECODE, pinned=False) is not None
+            if joined:
+                await eventually(lambda: len(membership.all_live()) == 3)
             # Its role is what it says, and not the one in which it is listed.
-            membership.on_listing([(Role.DECODE, node.ref.address), (Role.DECODE, other.ref.address)])
-            await eventually(lambda: len(membership.all_live()) == 2)
+            membership.on_listing([(Role.PREFILL, kept.ref.address), (Role.PREFILL, node.ref.address)])
+            await eventually(lambda: len(membership.live(Role.DECODE)) == 3)
             await node.stop()
-            await eventually(lambda: len(membership.all_live()) == 1)
-            await asyncio.sleep(4 * timing.forget_s)
-            member = next(member for member in membership.members if member.node_id == "p0")
-            assert member.state in (MemberState.LOST, MemberState.LEFT) and member.role is Role.PREFILL
+            await unlisted.stop()
+
+            def names() -> list[str]:
+                return sorted(member.node_id for member in membership.members)
+
+            await eventually(lambda: names() == ["d0", "d2"])
+            await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
+            assert names() == ["d0", "d2"]
+            member = next(member for member in membership.members if member.node_id == "d2")
+            assert member.state in (MemberState.LOST, MemberState.LEFT) and member.role is Role.DECODE
+            membership.on_listing([(Role.PREFILL, kept.ref.address)])
+            await eventually(lambda: names() == ["d0"])
+
+    asyncio.run(run())
+
+
+class NoReqs:
+    """A dispatcher without a sequence."""
+
+    def num_held(self, node: Node) -> int:
+        return 0
+
+    def move_held(self, node: Node) -> None:
+        return
+
+    def fail_over_held(self, node: Node, reason: str) -> int:
+        return 0
+
+
+def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
+    """A pod that was started anew has another address, and the name is looked up by operators."""
+
+    async def run() -> None:
+        async with new_membership() as (membership, _):
+            changes = FleetChanges(
+                membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
+            )
+            old = FakeNode(Role.DECODE, "d0")
+            await old.__aenter__()
+            assert membership.dial(old.ref.address, Role.DECODE, pinned=True) is not None
+            await eventually(lambda: membership.live(Role.DECODE))
+            await old.stop()
+            await eventually(lambda: not membership.live(Role.DECODE))
+            async with FakeNode(Role.DECODE, "d0") as new:
+                assert membership.dial(new.ref.address, Role.DECODE, pinned=True) is not None
+                await eventually(lambda: membership.live(Role.DECODE))
+                names = [(member.node_id, member.node is None) for member in membership.members]
+                assert names == [("d0", True), ("d0", False)]
+                found = changes.find("d0")
+                assert found is not None and found.address == new.ref.address
+                lost = changes.find(old.ref.address.removeprefix("tcp://"))
+                assert lost is not None and lost.address == old.ref.address
+
+    asyncio.run(run())
+
+
+def test_a_node_is_told_to_resume_only_while_it_is_added() -> None:
+    """Else each later connection would take back the drain of another router."""
+
+    async def run() -> None:
+        async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
+            changes = FleetChanges(
+                membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
+            )
+            for _ in range(2):  # anew, and once more as a member
+                member = await changes.add(Role.DECODE, node.ref.address, PATIENCE_S)
+                assert member.state is MemberState.ALIVE and member.pinned and not member.resume
+
+    asyncio.run(run())
+
+
+def test_a_node_that_is_listed_in_another_role_is_still_listed() -> None:
+    async def run() -> None:
+        async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
+            for role in Role:
+                membership.on_listing([(role, node.ref.address)])
+                assert [member.listed for member in membership.members] == [True]
+            membership.on_listing([])
+            assert [member.listed for member in membership.members] == [False]
 
     asyncio.run(run())
 

@@ -565,6 +565,43 @@ class TestNumerics:
         fleet.wait(0.2)
         assert req.nodes == (fleet.decodes[0],) and inexact(fleet) == 0
 
+    def test_equal_numerics_that_are_not_exact_are_counted(self) -> None:
+        """By the name of its numerics a node of torch is like another, yet a prefill there has other bits."""
+        fleet = Fleet(2)
+        for node in (*fleet.prefills, *fleet.decodes):
+            node.is_exact = False
+        req = fleet.start()
+        fleet.decodes.append(FakeNode("late", Role.DECODE))
+        kill(fleet, decode_of(req), Loss.BROKEN)
+        assert inexact(fleet) == 0, "there was no output that it could part from"
+        tell(fleet, req, 0, 7)
+        kill(fleet, decode_of(req), Loss.BROKEN)
+        assert inexact(fleet) == 1
+
+    @pytest.mark.parametrize("role", list(Role))
+    def test_one_node_that_is_not_exact_will_do(self, role: Role) -> None:
+        fleet = Fleet(2, local_prefill_tokens=0)
+        req = fleet.start()
+        tell(fleet, req, 0, 7)
+        first = decode_of(req)
+        (other,) = (node for node in fleet.decodes if node is not first)
+        (fleet.prefills[0] if role is Role.PREFILL else other).is_exact = False
+        kill(fleet, first)
+        assert req.nodes == (fleet.prefills[0], other) and inexact(fleet) == 1
+
+    def test_a_move_computes_nothing_again(self) -> None:
+        """Its pages are those of the source, so it is none of them, though the nodes are not exact."""
+        fleet = Fleet(2)
+        for node in (*fleet.prefills, *fleet.decodes):
+            node.is_exact = False
+        req = fleet.start()
+        source = decode_of(req)
+        fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (7,))])
+        fleet.dispatcher.move_held(source)
+        assert req.moving is not None
+        fleet.dispatcher.on_tokens(req.moving.nodes[0], [TokenEntry(req.moving.key, 1, (8,))])
+        assert decode_of(req) is not source and req.output_ids == [7, 8] and inexact(fleet) == 0
+
     def test_a_suspect_is_tried_on_a_node_of_the_same_numerics(self) -> None:
         fleet = Fleet(5)
         req = fleet.start()

@@ -104,6 +104,19 @@ def removed(address: str, at: float = 100.0) -> RemovedNode:
     return RemovedNode(address, "d#1", 0.0, at)
 
 
+@pytest.mark.parametrize("removal_first", [False, True])
+def test_of_two_changes_at_the_same_time_the_removal_holds(removal_first: bool) -> None:
+    """Whichever comes first, so that all routers come to the same."""
+    node = Node()
+    news = news_of(node)
+    both: list[RouterNews] = [added("a"), removed("a")]
+    taken = [news.take(Relay("two", i, one)) for i, one in enumerate(both[::-1] if removal_first else both)]
+    assert taken == ([removed("a"), None] if removal_first else both)
+    late = Node()
+    news.send_current(late)  # type: ignore[arg-type]
+    assert late.relays == []
+
+
 def test_an_abort_that_nodes_would_drop_is_answered_as_not_relayed() -> None:
     times = [100.4] * (MAX_ABORTS_A_SECOND + 1) + [101.0]
     news = news_of(Node(), iter(times).__next__)

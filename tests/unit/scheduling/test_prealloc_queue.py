@@ -14,7 +14,7 @@ import pytest
 from decode_node.prealloc_queue import PreallocQueue
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger, ReqKV
-from shared.protocol.messages import NodeRef, ReqKey, Role, Work
+from shared.protocol.messages import NodeRef, ReqKey, Role, WaitedFor, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -282,6 +282,45 @@ def test_a_request_that_has_ended_holds_the_waiting_queue_up_no_more(
     assert queue.first is not None
     queue.remove(req)
     assert queue.first is None
+
+
+@pytest.mark.parametrize("extra_key", ["", "another"])
+def test_only_the_prefix_of_its_own_namespace_makes_room(make_kv_ledger: MakeLedger, extra_key: str) -> None:
+    """Nine pages in a pool of eight, seven of which are cached, and read by another request."""
+    ledger = make_kv_ledger(8)
+    ids = tuple(range(100, 133))
+    cache_prefix(ledger, ids[:28])
+    held = ledger.radix_cache.lock(ledger.radix_cache.match_prefix(ids[:28]).node)
+    queue, batcher = make_queue(ledger)
+    work = Work(ids[:32], SamplingParams(), extra_key=extra_key)
+    req = Req(ReqKey("router", "r"), work, Timeline(Role.DECODE), 9)
+    enqueue(queue, batcher, req)
+    assert queue.would_fit(req, ()) == (not extra_key)
+    assert queue.reserve(**OPEN).reserved == ([] if extra_key else [req])
+    held.release()
+
+
+@pytest.mark.parametrize("waits_for", WaitedFor)
+def test_it_says_what_it_waited_for(
+    make_kv_ledger: MakeLedger, make_req: MakeReq, waits_for: WaitedFor
+) -> None:
+    ledger = make_kv_ledger(8, num_rows=1)
+    queue, batcher = make_queue(ledger)
+    match = ledger.radix_cache.match_prefix([1])
+    kv = ledger.admit(match, "") if waits_for is WaitedFor.ROWS else None
+    lock = None
+    if waits_for is WaitedFor.PAGES:
+        cache_prefix(ledger, range(28))
+        lock = ledger.radix_cache.lock(ledger.radix_cache.match_prefix(range(28)).node)
+    req = make_req(8)
+    enqueue(queue, batcher, req)
+    is_order = waits_for is WaitedFor.ORDER
+    assert queue.reserve(**(CLOSED if is_order else OPEN)).reserved == []
+    if kv is not None:
+        ledger.cache_finished_req(kv, ())
+    if lock is not None:
+        lock.release()
+    assert queue.reserve(**OPEN).reserved == [req] and req.waited_for == waits_for
 
 
 class TestMovingRequests:

@@ -204,3 +204,12 @@ def leave_prefix(ledger: KVLedger, req: Req) -> None:
     assert ledger.grow(kv, len(req.ids))
     kv.kv_committed_len = len(req.ids)
     ledger.cache_finished_req(kv, req.ids)
+
+
+def test_the_last_token_of_one_that_ignores_eos_needs_no_page(
+    make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    """Three pages have room for 8 and 4 tokens, behind which one more is sampled."""
+    fits, too_long = (make_req(8, max_new_tokens=num_new, ignore_eos=True) for num_new in (5, 6))
+    assert make_adder(make_kv_ledger(3)).add_one_req(fits) is CONTINUE
+    assert make_adder(make_kv_ledger(3)).add_one_req(too_long) is NO_TOKEN

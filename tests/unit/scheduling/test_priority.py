@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shared.config import ScheduleOptions
-from shared.scheduling.priority import Arrival, PriorityRule
+from shared.scheduling.priority import Arrival, PriorityRule, choose_victims
 from tests.prop.stepping import Stepping, new_req, rids
 from tests.unit.scheduling.conftest import MakeReq
 
@@ -66,3 +66,12 @@ def test_the_policy_prefills_a_request_that_ran_elsewhere_first() -> None:
     resumed.key = msgspec.structs.replace(resumed.key, attempt=1)
     stepping.add(resumed)
     assert rids(stepping.batcher.plan().batch) == ["resumed"]
+
+
+def test_of_victims_that_are_not_needed_the_later_ones_are_spared(make_req: MakeReq) -> None:
+    """They lose more. Of 1, 1 and 2 pages, 3 are needed."""
+    first, second, third = (make_req() for _ in range(3))
+    pages = {first: 1, second: 1, third: 2}
+    chosen = choose_victims([first, second, third], lambda some: sum(pages[req] for req in some) >= 3)
+    assert chosen == [first, third]
+    assert choose_victims([first, second], lambda some: sum(pages[req] for req in some) >= 3) == []
