@@ -14,7 +14,7 @@ import pytest
 from decode_node.prealloc_queue import PreallocQueue
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger, ReqKV
-from shared.protocol.messages import NodeRef, ReqKey, Role, WaitedFor, Work
+from shared.protocol.messages import NodeRef, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
@@ -298,95 +298,6 @@ def test_only_the_prefix_of_its_own_namespace_makes_room(make_kv_ledger: MakeLed
     assert queue.would_fit(req, ()) == (not extra_key)
     assert queue.reserve(**OPEN).reserved == ([] if extra_key else [req])
     held.release()
-
-
-@pytest.mark.parametrize("waits_for", WaitedFor)
-def test_it_says_what_it_waited_for(
-    make_kv_ledger: MakeLedger, make_req: MakeReq, waits_for: WaitedFor
-) -> None:
-    ledger = make_kv_ledger(8, num_rows=1)
-    queue, batcher = make_queue(ledger)
-    match = ledger.radix_cache.match_prefix([1])
-    kv = ledger.admit(match, "") if waits_for is WaitedFor.ROWS else None
-    lock = None
-    if waits_for is WaitedFor.PAGES:
-        cache_prefix(ledger, range(28))
-        lock = ledger.radix_cache.lock(ledger.radix_cache.match_prefix(range(28)).node)
-    req = make_req(8)
-    enqueue(queue, batcher, req)
-    is_order = waits_for is WaitedFor.ORDER
-    assert queue.reserve(**(CLOSED if is_order else OPEN)).reserved == []
-    if kv is not None:
-        ledger.cache_finished_req(kv, ())
-    if lock is not None:
-        lock.release()
-    assert queue.reserve(**OPEN).reserved == [req] and req.waited_for == waits_for
-
-
-class TestMovingRequests:
-    """A request that runs on another node gets room at once, or is refused. It wants 16 tokens more than it has."""
-
-    def test_it_gets_room_for_what_it_will_generate_meanwhile(
-        self, make_kv_ledger: MakeLedger, make_req: MakeReq
-    ) -> None:
-        ledger = make_kv_ledger(16)
-        queue, batcher = make_queue(ledger)
-        long, short = make_req(8, max_new_tokens=99), make_req(8, max_new_tokens=6)
-        for req in (long, short):
-            batcher.arrived(req)
-            queue.add_moving(req, PREFILL)
-        assert queue.reserve(**OPEN).reserved == [long, short]
-        assert queue._receiver.num_pages == {long.key: 6, short.key: 4}  # type: ignore[attr-defined]
-
-    @pytest.mark.parametrize("why", ["no room", "no headroom", "closed", "an arrival waits"])
-    def test_it_is_refused_where_it_would_have_to_wait(
-        self, make_kv_ledger: MakeLedger, make_req: MakeReq, why: str
-    ) -> None:
-        ledger = make_kv_ledger({"no room": 5, "no headroom": 8}.get(why, 30))
-        queue, batcher = make_queue(ledger, num_reserved_decode_tokens=4 if why == "no headroom" else 0)
-        if why == "no headroom":
-            kv = ledger.admit(ledger.radix_cache.match_prefix([1]), "")
-            assert kv is not None and ledger.grow(kv, 4)
-        if why == "an arrival waits":
-            enqueue(queue, batcher, make_req(400))
-        moving = make_req(8, max_new_tokens=99)
-        batcher.arrived(moving)
-        queue.add_moving(moving, PREFILL)
-        before = ledger.count()
-        made = queue.reserve(**(CLOSED if why == "closed" else OPEN))
-        assert (made.reserved, made.refused) == ([], [moving])
-        assert ledger.count() == before
-        assert queue.reserve(**OPEN).refused == []
-
-    def test_pages_that_have_to_cool_give_it_one_more_turn(
-        self, make_kv_ledger: MakeLedger, make_req: MakeReq
-    ) -> None:
-        ledger = make_kv_ledger(8)
-        cache_prefix(ledger, range(28))
-        queue, batcher = make_queue(ledger)
-        cooled, refused = make_req(8, max_new_tokens=99), make_req(8, max_new_tokens=99)
-        ledger.allocator.forward_launched()
-        batcher.arrived(cooled)
-        queue.add_moving(cooled, PREFILL)
-        made = queue.reserve(**OPEN)
-        assert (made.reserved, made.refused) == ([], [])
-        ledger.allocator.forward_retired()
-        assert queue.reserve(**OPEN).reserved == [cooled]
-
-        queue.add_moving(refused, PREFILL)
-        assert queue.reserve(**OPEN).refused == [refused]
-
-    def test_one_that_was_cancelled_takes_no_room(
-        self, make_kv_ledger: MakeLedger, make_req: MakeReq
-    ) -> None:
-        queue, batcher = make_queue(make_kv_ledger(12))
-        moving = make_req(8, max_new_tokens=99)
-        batcher.arrived(moving)
-        queue.add_moving(moving, PREFILL)
-        queue.remove(moving)
-        assert len(queue) == 0
-        made = queue.reserve(**OPEN)
-        assert (made.reserved, made.refused) == ([], [])
 
 
 def test_the_longest_wait_is_that_of_the_first_to_come(make_kv_ledger: MakeLedger) -> None:
