@@ -3,8 +3,8 @@
 A ZMQ socket belongs to one thread; other threads queue commands for it. On the wire a message is the msgpack of a
 tagged union, in as many frames as its length takes. A dialling socket's identity reads `kind|peer|n`: what the
 dialler is ("router", "sender", "node"), its peer id, and a counter, so that a second dial of the same peer is never
-taken for the first. Without a fleet key, or with it, a process may call itself what it likes: a number that is not its
-own counts for as long as messages come under it, and FORGET_DIAL_S longer.
+taken for the first. A process may call itself what it likes, so a number counts for as long as messages come under
+it, and FORGET_DIAL_S longer.
 """
 
 from __future__ import annotations
