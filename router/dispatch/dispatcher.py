@@ -365,6 +365,9 @@ class Dispatcher:
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
             self._fail_over(req, node, lost, error, was_tried=was_tried)
+        for req in self._running.values() if crashed else ():
+            if req.failover.may_have_crashed(node.ref.incarnation, len(req.output_ids)):
+                req.failover.crash(node.ref.incarnation, len(req.output_ids))
         self._counts.lost(node)
         self._starts.forget(node)
 
