@@ -1,7 +1,8 @@
 """Runs a request alone that may be what crashed other nodes, so that a further crash is no other request's doing.
 
     waiting     the requests that this node holds are moved to other nodes; after EMPTY_S the rest is handed back
-    under way   from RunsAlone until the request has the tokens that its router asked for, or has ended
+    said        RunsAlone is on its way to the router, which must have it if the request crashes this process at once
+    under way   from its first forward until the request has the tokens that its router asked for, or has ended
 
 Meanwhile this node hands back all other requests.
 """
@@ -18,6 +19,8 @@ from shared.timeline import Clock
 
 EMPTY_S = 2.0
 """How long requests have to be moved away before they are handed back, which costs a prefill of each."""
+LEAVE_S = 0.2
+"""How long a message has to leave this process. A socket does not tell when it has."""
 HANDED_BACK = "this node runs another request alone"
 
 
@@ -31,6 +34,8 @@ class Trial:
         self._req: Req | None = None
         self._until = 0
         self._empty_by = 0.0
+        self._begins_at: float | None = None
+        """None while this node holds other requests."""
         self._enqueue: Callable[[], None] | None = None
 
     @property
@@ -41,25 +46,29 @@ class Trial:
     def add(self, req: Req, num_tokens: int, enqueue: Callable[[], None]) -> None:
         """Have `req` run alone for `num_tokens`. `enqueue` lets it begin."""
         self._req, self._until, self._enqueue = req, req.output_len + num_tokens, enqueue
-        self._empty_by = self._clock() + EMPTY_S
+        self._empty_by, self._begins_at = self._clock() + EMPTY_S, None
         others = self._others(req)
         self._router_port.want_moved(other.key for other in others)
         log.event("trial", **req.fields, num_others=len(others))
 
     def advance(self) -> None:
-        """Let the request begin once this node holds no other."""
+        """Let the request begin once this node holds no other, and has said so."""
         if self._enqueue is None or not self.excludes_others:
             return
         assert self._req is not None
+        if self._begins_at is not None:
+            if self._clock() >= self._begins_at:
+                enqueue, self._enqueue = self._enqueue, None
+                enqueue()
+            return
         if self._clock() >= self._empty_by:
             for other in self._others(self._req):
                 if other.finish is None:
                     self._router_port.hand_back(other.key, HANDED_BACK)
                     self._reqs.end(other.key, HANDED_BACK)
         if not self._others(self._req):
-            enqueue, self._enqueue = self._enqueue, None
+            self._begins_at = self._clock() + LEAVE_S
             self._router_port.runs_alone(self._req.key)
-            enqueue()
 
     def _others(self, req: Req) -> list[Req]:
         return [other for other in self._reqs.values() if other is not req]

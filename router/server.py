@@ -254,6 +254,7 @@ class Router:
             local_prefill_tokens=options.local_prefill_tokens,
             ttft_limit_s=options.ttft_limit_s,
             metrics=self._metrics,
+            vocab_size=lambda: self.model.get().vocab_size,
             later=asyncio.get_running_loop().call_later,
         )
         self._traces = open_traces(config.http.otlp_traces_endpoint)

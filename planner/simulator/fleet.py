@@ -12,7 +12,7 @@ from planner.cost_model import CostModel
 from planner.profile import RouterCost
 from planner.simulator.events import EventLoop
 from planner.simulator.node import NodeShape, OnLaunch, OnStep, SimNode
-from planner.simulator.runner import token_at
+from planner.simulator.runner import VOCAB_SIZE, token_at
 from planner.simulator.transport import NetworkModel, Transport
 from planner.traffic.trace import SimRequest
 from router.dispatch.dispatcher import Deadlines, Dispatcher
@@ -158,6 +158,7 @@ class SimFleet:
             local_prefill_tokens=shape.local_prefill_tokens,
             ttft_limit_s=shape.ttft_limit_s,
             metrics=_QuietMetrics(lambda: "sim"),
+            vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay, act: self.loop.at(self.loop.now + delay, act),
             clock=self.loop,
         )

@@ -18,6 +18,7 @@ from random import Random
 import msgspec
 
 from router.dispatch.circuit_breakers import CircuitBreakers
+from router.dispatch.entry_check import why_wrong
 from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics, Quarantine
 from router.dispatch.fair_queue import FairQueue, num_ahead_tokens
 from router.dispatch.figures import believed
@@ -27,10 +28,10 @@ from router.dispatch.moves import Moves
 from router.dispatch.node_counts import NodeCounts
 from router.dispatch.placement import Fleet, Placement, Route
 from router.dispatch.policy import RoutingPolicy
-from router.dispatch.running_req import Aborted, Node, RunningReq
+from router.dispatch.running_req import Aborted, Attempt, Node, RunningReq
 from router.dispatch.start_stages import measure_start
 from shared.errors import RequestError
-from shared.log import event
+from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
     Cancel,
     Decode,
@@ -67,7 +68,10 @@ class Deadlines:
 
 
 class Dispatcher:
-    """All running sequences of this router. `later` calls a function after so many seconds (`loop.call_later`)."""
+    """All running sequences of this router. `later` calls a function after so many seconds (`loop.call_later`).
+
+    `vocab_size` returns the number of token ids of the model, which is known once there are sequences.
+    """
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class Dispatcher:
         local_prefill_tokens: int | None,
         ttft_limit_s: float | None = None,
         metrics: Metrics,
+        vocab_size: Callable[[], int],
         later: Callable[[float, Callable[[], None]], object],
         clock: Clock = time.monotonic,
     ) -> None:
@@ -98,6 +103,8 @@ class Dispatcher:
         self._deadlines = deadlines
         self._ttft_limit_s = ttft_limit_s
         self._metrics = metrics
+        self._vocab_size = vocab_size
+        self._wrong_answer = LimitedWarning("wrong_answer", clock)
         self._later = later
         self._clock = clock
         self.queue = FirstTokenQueue(clock)
@@ -211,6 +218,8 @@ class Dispatcher:
             message = f"no token within {self._deadlines.first_token_s:g} s from {waiting}"
         else:
             message = f"no further token within {self._deadlines.stall_s:g} s from {waiting}"
+            for node in req.attempt.holders:
+                self._breakers.failed(node)
         if req.failover.error is not None:
             message += f"; {req.failover.error.message}"
         event("deadline", **req.fields, nodes=waiting)
@@ -225,6 +234,10 @@ class Dispatcher:
             attempt = req.attempt_of(entry.key) if req is not None else None
             if req is None or attempt is None or node not in attempt.nodes:
                 continue
+            if why := why_wrong(entry, attempt, req.work, node.role, self._vocab_size()):
+                self._disbelieve(req, attempt, node, f"told {why}")
+                continue
+            attempt.num_told[node.role] = entry.position + len(entry.token_ids)
             if entry.report is not None:
                 attempt.reports[node.role], _ = believed(entry.report)
                 attempt.heard_at[node.role] = now
@@ -303,6 +316,11 @@ class Dispatcher:
         req = self._held(node, key)
         if req is None:
             return
+        if req.failover.split:
+            self._disbelieve(
+                req, req.attempt, node, "told that a prompt is not cached where that was not asked"
+            )
+            return
         req.attempt.holders.remove(node)
         req.failover.split = True
         req.failover.since = self._clock()
@@ -364,6 +382,9 @@ class Dispatcher:
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
             self._fail_over(req, node, lost, error, was_tried=was_tried)
+        for req in self._running.values() if crashed else ():
+            if req.failover.may_have_crashed(node.ref.incarnation, len(req.output_ids)):
+                req.failover.crash(node.ref.incarnation, len(req.output_ids))
         self._counts.lost(node)
 
     # ---------------------------------------------------------------------------- removing a node
@@ -495,6 +516,18 @@ class Dispatcher:
 
     def _moving_to(self, node: Node) -> list[RunningReq]:
         return [req for req in self._running.values() if req.moving is not None and node in req.moving.nodes]
+
+    def _disbelieve(self, req: RunningReq, attempt: Attempt, node: Node, why: str) -> None:
+        """Take a sequence from `node`, which has told of `attempt` what cannot be, if the sequence needs it."""
+        self._wrong_answer(node=node.ref.incarnation, **attempt.key.fields, reason=why)
+        self._breakers.failed(node)
+        if attempt is req.moving:
+            self._moves.failed(req, None)
+        elif req.needs(node):
+            error = RequestError(
+                f"{node.role} node {node.ref.node_id} {why}", status=503, code="wrong_answer"
+            )
+            self._fail_over(req, node, Cause.NODE_FAILED, error, avoid=node.ref.incarnation)
 
     def _fail_over(
         self,

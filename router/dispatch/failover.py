@@ -89,6 +89,13 @@ class Failover:
         self.crashed.add(incarnation)
         self._crashed_at = num_tokens
 
+    def may_have_crashed(self, incarnation: str, num_tokens: int) -> bool:
+        """Whether the sequence was taken from this node, and has had no token since.
+
+        Its peer may notice first that a node has crashed, and tell that a transfer has failed.
+        """
+        return incarnation in self.avoid and num_tokens == self._failed_at
+
     def failed(self, num_tokens: int, now: float, error: RequestError, cause: Cause) -> None:
         """Note that the sequence has lost its nodes behind `num_tokens` output tokens."""
         if cause is not Cause.NODE_DRAINED:

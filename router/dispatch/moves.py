@@ -54,7 +54,13 @@ class Moves:
             return False
         num_pages = ceil((len(work.input_ids) + len(work.output_ids)) / target.page_size)
         req.moving = Attempt(
-            req.next_key(), (target,), num_pages=num_pages, holders=[target], sent_at=self._clock()
+            req.next_key(),
+            (target,),
+            first=len(work.output_ids),
+            is_move=True,
+            num_pages=num_pages,
+            holders=[target],
+            sent_at=self._clock(),
         )
         self._counts.sent(req.moving)
         target.send(Decode(req.moving.key, work, source.ref, moving=True))

@@ -102,10 +102,13 @@ class Attempt:
     `holders` are those of them that may hold pages or a slot: the attempt fails when one is lost, and each gets a
     message when it ends, but for `finished_by`, which has announced the end. The first of the nodes computes the
     prompt, of which it is expected to hold all but `num_queued_tokens`; each needs `num_pages` for what is known.
+    Its tokens begin at the output position `first`; `num_told` is the position behind those that a node has told.
     """
 
     key: ReqKey
     nodes: tuple[Node, ...] = ()
+    first: int = 0
+    is_move: bool = False
     num_queued_tokens: int = 0
     num_pages: int = 0
     is_computing: bool = False
@@ -116,6 +119,7 @@ class Attempt:
     reports: dict[Role, ReqReport] = field(default_factory=dict)
     heard_at: dict[Role, float] = field(default_factory=dict)
     """When they came."""
+    num_told: dict[Role, int] = field(default_factory=dict)
 
 
 class RunningReq:
@@ -154,7 +158,7 @@ class RunningReq:
         self.left_until = 0
         self._num_attempts = 1
         self.output_ids: list[int] = []
-        self.order = TokenOrder(0, work.params.max_new_tokens)
+        self.order = TokenOrder(0)
         self.finish: Finish | Aborted | None = None
         self.error: RequestError | None = None
         self.started_at = now
@@ -267,9 +271,9 @@ class RunningReq:
 
     def next_attempt(self) -> None:
         """Begin anew behind `output_ids`. Tokens behind a gap, and an announced finish, will be sent again."""
-        self.attempts.append(Attempt(self.next_key()))
+        self.attempts.append(Attempt(self.next_key(), first=len(self.output_ids)))
         self.left = None
-        self.order = TokenOrder(len(self.output_ids), self.work.params.max_new_tokens)
+        self.order = TokenOrder(len(self.output_ids))
         self._announced = None
         self._logprobs = {at: known for at, known in self._logprobs.items() if at < self.order.next}
 
@@ -278,8 +282,7 @@ class RunningReq:
         if entry.input_logprobs is not None and self.input_logprobs is None:
             self.input_logprobs = entry.input_logprobs
         if entry.logprobs is not None:
-            end = min(entry.position + len(entry.token_ids), self.work.params.max_new_tokens)
-            for position, known in zip(range(entry.position, end), entry.logprobs.unpack(), strict=False):
+            for position, known in enumerate(entry.logprobs.unpack(), entry.position):
                 if position >= self.order.next:
                     self._logprobs.setdefault(position, known)
 

@@ -9,14 +9,12 @@ class TokenOrder:
     """Reorders by output position.
 
     Position 0 comes from the prefill and from the decode node, and tokens of two nodes may overtake each other. The
-    first token to arrive for a position is kept. At most `max_position` tokens are held, so a node that miscounts
-    cannot fill the router's memory.
+    first token to arrive for a position is kept. `entry_check` has bounded the positions.
     """
 
-    def __init__(self, first: int, max_position: int) -> None:
+    def __init__(self, first: int) -> None:
         self.next = first
         self.end: int | None = None
-        self._max_position = max_position
         self._ahead: dict[int, int] = {}
 
     @property
@@ -31,7 +29,7 @@ class TokenOrder:
 
     def add(self, position: int, token_ids: Sequence[int]) -> list[int]:
         """Take tokens whose first is at `position`; returns those that can be forwarded now."""
-        limit = self._max_position if self.end is None else self.end
+        limit = position + len(token_ids) if self.end is None else self.end
         if position == self.next and not self._ahead:
             ready = list(token_ids[: max(0, limit - position)])
             self.next += len(ready)
@@ -40,7 +38,7 @@ class TokenOrder:
             if self.next <= at < limit:
                 self._ahead.setdefault(at, token_id)
         ready = []
-        while self.next in self._ahead and self.next < limit:
+        while self.next in self._ahead and self.next != self.end:
             ready.append(self._ahead.pop(self.next))
             self.next += 1
         return ready

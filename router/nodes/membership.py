@@ -31,7 +31,7 @@ import zmq.asyncio
 from router.dispatch.failover import Loss
 from router.nodes.conversation import Conversation, NodeEvents, NodeLost, Timing
 from router.nodes.liveness import Liveness
-from router.nodes.member import Member, MemberState, raise_if_different
+from router.nodes.member import Member, MemberState, raise_if_different, raise_if_impossible
 from router.nodes.node_link import LiveNode, NodeLink, Refusal
 from shared.errors import LinkError
 from shared.log import LimitedWarning, crash, event
@@ -398,7 +398,7 @@ class Membership:
                     node,
                     events,
                     self._timing,
-                    self._on_answered,
+                    lambda answered: self._on_answered(node, answered),
                     lambda: self._drain_if_leaking(member, node),
                     lambda draining: fleet.on_draining(member, draining),
                     fleet.on_relay,
@@ -438,6 +438,7 @@ class Membership:
         if hello.role is not member.role and member.resume:
             raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
         member.role = hello.role
+        raise_if_impossible(hello)
         live = self.all_live()
         if any(node.ref.node_id == hello.node.node_id for node in live):
             raise _is_here(hello.node.node_id)
@@ -470,9 +471,10 @@ class Membership:
         for node in prefills if changed is Role.DECODE else [joined] if joined else []:
             node.send(Peers(decode_nodes))
 
-    def _on_answered(self, answered: Answered) -> None:
-        if answered.call_id in self._waiting:
-            _, answer = self._waiting.pop(answered.call_id)
+    def _on_answered(self, node: LiveNode, answered: Answered) -> None:
+        asked, answer = self._waiting.get(answered.call_id, (None, None))
+        if asked is node and answer is not None:
+            del self._waiting[answered.call_id]
             answer.set_result(answered)
 
     def _lost_before_answers(self, node: LiveNode) -> None:

@@ -88,8 +88,6 @@ class Generation:
         added = self._output.add(token_ids, finish)
         if self.prompt.work.params.logprobs is not None:
             self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
-            if len(self.output_logprobs) < len(self.output_ids):
-                raise RequestError("a node sent tokens without the logprobs that were asked for", status=500)
         if self._output.matched is not None:
             self._finish(StopReason(matched=self._output.matched))
         elif isinstance(finish, Aborted):

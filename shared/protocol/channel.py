@@ -3,7 +3,8 @@
 A ZMQ socket belongs to one thread; other threads queue commands for it. On the wire a message is the msgpack of a
 tagged union, in as many frames as its length takes. A dialling socket's identity reads `kind|peer|n`: what the
 dialler is ("router", "sender", "node"), its peer id, and a counter, so that a second dial of the same peer is never
-taken for the first.
+taken for the first. A process may call itself what it likes, so a number counts for as long as messages come under
+it, and FORGET_DIAL_S longer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ OnMessage = Callable[[str, Any], None]
 MAX_QUEUED_MESSAGES = 100_000
 MAX_DIALLERS = 4096
 """Peers that are remembered; each restart of a peer makes a new one."""
+FORGET_DIAL_S = 5.0
+"""A dial that has been silent for so long keeps no earlier one out. A living peer is heard every second."""
+_TICKS_TO_FORGET = 5
 POLL_MS = 1000
 
 
@@ -61,6 +65,8 @@ class _Dialler:
     identity: bytes
     dial: int
     reachable: bool = True
+    silent_ticks: int = 0
+    """Ticks of this process since its last message. Time does not count, since this process may have been stopped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +129,8 @@ class ControlThread:
         """To the peers that this node dialled, and no others."""
         self.to_diallers: Outbox = _Towards(self, dialled=False)
         """To the peers that dialled this node, also when this node has dialled them under the same id."""
-        self._timers: list[_Timer] = []
+        tick_s = FORGET_DIAL_S / _TICKS_TO_FORGET
+        self._timers = [_Timer(tick_s, self._forget_silent_dials, time.monotonic() + tick_s)]
         self._poller = zmq.Poller()
         self._stopping = False
         self._stranger_ignored = log.LimitedWarning("stranger_ignored")
@@ -333,12 +340,19 @@ class ControlThread:
                 continue
             known = self._diallers.get(peer)
             if known is not None and int(dial) < known.dial:
-                continue  # a leftover of a connection that the peer has given up
+                continue  # a leftover of a connection that the peer has given up, or its place was taken by a lie
             self._diallers[peer] = _Dialler(frames[0], int(dial))
             self._diallers.move_to_end(peer)
             if len(self._diallers) > MAX_DIALLERS:
                 self._diallers.popitem(last=False)
             self._handle(peer, handlers, from_frames(frames[1:]))
+
+    def _forget_silent_dials(self) -> None:
+        """Let a peer whose latest dial is silent be heard under any number: another process may have made that up."""
+        for dialler in self._diallers.values():
+            dialler.silent_ticks += 1
+            if dialler.silent_ticks >= _TICKS_TO_FORGET:
+                dialler.dial = 0
 
     def _receive_dialled(self, dialled: _Dialled, sock: zmq.Socket[bytes]) -> None:
         for _ in range(1000):

@@ -484,7 +484,7 @@ class Moved(Struct, frozen=True):
 
 
 class RunsAlone(Struct, frozen=True):
-    """This node begins a Decode with `alone_tokens`, and holds no other request."""
+    """This node is about to begin a Decode with `alone_tokens`, and holds no other request."""
 
     key: ReqKey
 

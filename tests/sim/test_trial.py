@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from decode_node.trial import EMPTY_S
+from decode_node.trial import EMPTY_S, LEAVE_S
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import SimNode
 from shared.protocol.messages import Cancel, ReqKey, Role
@@ -75,6 +75,22 @@ def test_a_node_is_emptied_for_it() -> None:
         assert router.alone == [suspect] and all(is_handed_back(cluster, key) for key in others)
         assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
         cluster.assert_idle()
+
+
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_its_router_has_heard_that_it_is_alone_before_it_begins(num_others: int) -> None:
+    """A crash in the first forward takes along what has not left the process."""
+    with Cluster(0, 1, token_engine, config()) as cluster:
+        router = cluster.router
+        others = [submit(cluster, f"r{i}", seed=1 + i) for i in range(num_others)]
+        suspect = submit(cluster, "suspect", seed=0, alone_tokens=ALONE)
+        cluster.run(lambda: router.alone == [suspect])
+        began_at = cluster.network.clock.now
+        cluster.run(lambda: bool(router.answers[suspect].token_ids))
+        assert cluster.network.clock.now >= began_at + LEAVE_S
+        cluster.run_all(check=True)
+        assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
+        assert all(cluster.tokens(key) == wanted(prompt(1 + i), NUM_NEW) for i, key in enumerate(others))
 
 
 def test_it_begins_when_the_others_have_ended() -> None:

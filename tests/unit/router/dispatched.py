@@ -26,6 +26,7 @@ from shared.protocol.messages import (
 from shared.protocol.sampling_params import SamplingParams
 
 PAGE = 16
+VOCAB_SIZE = 1000
 IDS = tuple(range(100, 100 + 5 * PAGE))
 
 
@@ -80,6 +81,7 @@ class Fleet:
             local_prefill_tokens=local_prefill_tokens,
             ttft_limit_s=ttft_limit_s,
             metrics=self.metrics,
+            vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay_s, act: self.timers.append((self.now + delay_s, act)),
             clock=lambda: self.now,
         )

@@ -354,9 +354,13 @@ async def one_then_nothing(node: FakeNode, message: Prefill | Decode) -> None:
     node.tokens(message.key, 0, node.story[:1])
 
 
+def _num_cached(message: Prefill | Decode) -> int:
+    return min(2, len(message.work.input_ids))
+
+
 async def tell_first_token(node: FakeNode, message: Prefill | Decode) -> None:
     """A prefill node's part: position 0, and the end when nothing follows."""
-    report = ReqReport(cached_tokens=2, stamps=PREFILL_STAMPS)
+    report = ReqReport(cached_tokens=_num_cached(message), stamps=PREFILL_STAMPS)
     wanted = message.work.params.max_new_tokens
     finish = Finish("length") if wanted <= 1 else None
     node.tokens(message.key, 0, node.story[: min(wanted, 1)], finish, report)
@@ -376,7 +380,7 @@ async def tell_story(node: FakeNode, message: Decode) -> None:
             split = message.prefill is not None
             stamps = (Stamp("decode", "transferring", 2.0), Stamp("decode", "decoding", 2.25))
             report = ReqReport(
-                cached_tokens=2 if split else 0,
+                cached_tokens=_num_cached(message) if split else 0,
                 stamps=(*PREFILL_STAMPS, *stamps) if split else stamps,
                 kv_pages_transferred=3,
                 kv_bytes_transferred=3000,

@@ -20,7 +20,6 @@ class Resent:
         self.req = self.fleet.start(**params)
         self.first_key = self.req.key
         self.tell(self.first, 0, (10, 11))
-        self.tell(self.first, 3, (99,))  # ahead of a gap
 
     def tell(self, node: FakeNode, position: int, ids: tuple[int, ...], finish: Finish | None = None) -> None:
         self.fleet.dispatcher.on_tokens(node, [TokenEntry(self.req.key, position, ids, finish)])
@@ -55,20 +54,8 @@ def test_the_next_attempt_begins_behind_what_has_arrived() -> None:
     node = resent.req.nodes[-1]
     assert isinstance(node, FakeNode)
     resent.tell(node, 2, (12, 13), Finish("length"))
-    assert resent.req.take() == [12, 13], "what the first attempt said ahead of the gap is forgotten"
+    assert resent.req.take() == [12, 13]
     assert resent.req.ended and resent.req.output_ids == [10, 11, 12, 13]
-
-
-def test_a_finish_ahead_of_a_gap_is_told_again() -> None:
-    resent = Resent()
-    resent.tell(resent.first, 3, (), Finish("stop", 99))
-    resent.give_back()
-    node = resent.req.nodes[-1]
-    assert isinstance(node, FakeNode)
-    resent.tell(node, 2, (12, 13))
-    assert not resent.req.ended
-    resent.tell(node, 4, (14,), Finish("length"))
-    assert resent.req.finish == Finish("length")
 
 
 def test_messages_of_the_earlier_attempt_are_dropped() -> None:
@@ -130,7 +117,7 @@ def test_without_such_a_node_the_request_ends_after_its_time() -> None:
     assert resent.fleet.counts.seqs.of(resent.first) == 0
 
 
-def test_logprobs_ahead_of_a_gap_are_told_again() -> None:
+def test_logprobs_of_tokens_that_the_next_attempt_tells() -> None:
     fleet = Fleet(1)
     (decode,) = fleet.decodes
     decode.holds(5)
@@ -142,10 +129,9 @@ def test_logprobs_ahead_of_a_gap_are_told_again() -> None:
         fleet.dispatcher.on_tokens(decode, [told])
 
     tell(0, bytes(4))
-    tell(2, b"\0\0\x80\xbf")  # -1.0
     fleet.dispatcher.on_not_cached(decode, req.key)
-    tell(1, bytes(8))
-    assert [known.logprob for known in logprobs_of(req)] == [0.0, 0.0, 0.0]
+    tell(1, b"\0\0\x80\xbf" * 2)  # -1.0
+    assert [known.logprob for known in logprobs_of(req)] == [0.0, -1.0, -1.0]
 
 
 def logprobs_of(req: RunningReq) -> list:  # type: ignore[type-arg]

@@ -51,29 +51,6 @@ async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response
     return await eventually(reached)
 
 
-async def backwards_and_twice(node: FakeNode, message: Prefill | Decode) -> None:
-    for position in reversed(range(12)):
-        finish = Finish("length") if position == 11 else None
-        node.tokens(message.key, position, [node.story[position]], finish)
-        node.tokens(
-            message.key, max(0, position - 2), node.story[max(0, position - 2) : position + 1], finish
-        )
-
-
-def test_out_of_order_and_repeated_positions(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(decode=backwards_and_twice) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            for stream in (False, True):
-                response = await client.post("/generate", json={"text": "a", "stream": stream, **PARAMS})
-                answer = events(response.text)[-2] if stream else response.json()
-                assert answer["output_ids"] == decode.story[:12]
-
-    asyncio.run(run())
-
-
 def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path) -> None:
     async def with_noise(node: FakeNode, message: Prefill | Decode) -> None:
         stale = type(message.key)(message.key.router, message.key.rid, message.key.attempt + 1)

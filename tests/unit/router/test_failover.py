@@ -9,7 +9,7 @@ import pytest
 from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Loss
 from router.dispatch.running_req import RunningReq
 from shared.errors import RequestError
-from shared.protocol.logprobs import Logprobs
+from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
     Cancel,
     Decode,
@@ -177,12 +177,12 @@ class TestLostNodes:
 
     def test_input_logprobs_are_those_of_the_first_attempt(self) -> None:
         fleet = Fleet(2)
-        req = fleet.start()
-        first = decode_of(req)
+        req = fleet.start(logprobs=LogprobParams(start_len=len(IDS) - 2))
+        first, one = decode_of(req), Logprobs(bytes(4))
         told = Logprobs(bytes(4))
-        fleet.dispatcher.on_tokens(first, [TokenEntry(req.key, 0, (7,), input_logprobs=told)])
+        fleet.dispatcher.on_tokens(first, [TokenEntry(req.key, 0, (7,), None, None, one, told)])
         kill(fleet, first)
-        other = TokenEntry(req.key, 1, (8,), input_logprobs=Logprobs(b"\0\0\x80\xbf"))
+        other = TokenEntry(req.key, 1, (8,), None, None, one, Logprobs(b"\0\0\x80\xbf"))
         fleet.dispatcher.on_tokens(req.nodes[-1], [other])
         assert req.input_logprobs is told
 
@@ -400,6 +400,24 @@ class TestPoison:
         fleet.dispatcher.on_node_alive(node)
         fleet.wait(4)
         assert req.nodes and not req.ended
+
+    @pytest.mark.parametrize("has_gone_on", [False, True])
+    def test_a_crash_that_a_peer_tells_first_counts_too(self, has_gone_on: bool) -> None:
+        """As a failed transfer, so that the sequence is elsewhere when the node is lost."""
+        fleet = Fleet(4, 0, num_prefill=3)
+        req = fleet.start()
+        for _ in range(2):
+            prefill, decode = req.nodes
+            assert isinstance(prefill, FakeNode) and isinstance(decode, FakeNode)
+            failed = Failed(req.key, 503, "link lost", blames=prefill.ref.incarnation)
+            fleet.dispatcher.on_failed(decode, failed)
+            if has_gone_on:
+                fleet.wait(1)
+                tell(fleet, req, len(req.output_ids), 7)
+            kill(fleet, prefill)
+            fleet.wait(1)
+        assert req.failover.is_suspect is not has_gone_on
+        assert (req in fleet.dispatcher._quarantine) is not has_gone_on
 
     def test_before_the_node_says_that_it_runs_alone_it_is_not_convicted(self) -> None:
         """The node may hold requests of other routers, and be waiting for them to leave."""

@@ -195,16 +195,6 @@ def test_one_list_of_ids_is_for_every_prompt(model_folder: Path) -> None:
     assert [sent.work.params.logprobs for sent in prefill.all(Prefill)] == [LogprobParams(-1, 0, (5, 6))] * 2
 
 
-def test_tokens_without_their_logprobs_are_an_error(model_folder: Path) -> None:
-    async def go() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            response = await client.post("/generate", json=native())
-            assert response.status_code == 500
-            assert "without the logprobs" in response.json()["error"]["message"]
-
-    asyncio.run(go())
-
-
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": NUM_NEW, "logprobs": True}
 COMPLETION = {"prompt": "The quick", "max_tokens": NUM_NEW, "logprobs": 2}
 

@@ -23,7 +23,7 @@ def test_everything_arrives_once_and_in_order(
     case: tuple[int, list[tuple[int, int]]], finish_after: int
 ) -> None:
     length, spans = case
-    order = TokenOrder(0, length)
+    order = TokenOrder(0)
     forwarded: list[int] = []
     for at, (start, end) in enumerate(spans):
         if at == finish_after:
@@ -35,25 +35,26 @@ def test_everything_arrives_once_and_in_order(
     assert order.finished
 
 
-def test_nothing_after_the_end_or_the_bound() -> None:
-    order = TokenOrder(0, 4)
+def test_nothing_after_the_end() -> None:
+    order = TokenOrder(0)
     assert order.add(2, [2, 3, 4, 5]) == []
+    order.finish_at(4)
     assert order.add(0, [0, 1]) == [0, 1, 2, 3]
     assert order.add(4, [4]) == []
-    ended = TokenOrder(0, 10)
+    ended = TokenOrder(0)
     ended.finish_at(2)
     assert ended.add(0, [7, 8, 9]) == [7, 8]
     assert ended.finished
 
 
 def test_an_end_with_no_token() -> None:
-    order = TokenOrder(0, 0)
+    order = TokenOrder(0)
     order.finish_at(0)
     assert order.finished
 
 
 def test_the_first_of_two_tokens_at_a_position_stays() -> None:
-    order = TokenOrder(0, 9)
+    order = TokenOrder(0)
     assert order.add(1, [11]) == []
     assert order.add(1, [99]) == []
     assert order.add(0, [10]) == [10, 11]

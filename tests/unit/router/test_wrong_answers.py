@@ -1,0 +1,345 @@
+"""A node that tells what cannot be: its requests go on at another node, and it gets fewer. No client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from router.dispatch.circuit_breakers import FAILURES_TO_OPEN
+from router.http.config import DispatchOptions
+from shared.protocol.logprobs import LogprobParams, Logprobs
+from shared.protocol.messages import (
+    Answered,
+    Cancel,
+    Decode,
+    Finish,
+    Flush,
+    NotCached,
+    Prefill,
+    ReqReport,
+    Role,
+    TokenEntry,
+    Tokens,
+)
+from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet
+from tests.unit.router.fakes import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, joined_router, tell_story
+
+NUM_NEW = 6
+ONE, LENGTH = Logprobs(bytes(4), bytes(4), bytes(4)), Finish("length")
+WANTED = LogprobParams(start_len=len(IDS) - 3, top_num=1)
+INPUTS = Logprobs(bytes(8), bytes(8), bytes(8))
+
+
+def told(*entries: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(entries)
+
+
+def at(position: int, *ids: int, **fields: Any) -> dict[str, Any]:
+    return {"position": position, "token_ids": ids, **fields}
+
+
+LIES: dict[str, list[dict[str, Any]]] = {
+    "a negative id": told(at(0, -1)),
+    "a negative id behind others": told(at(0, 5), at(1, 6, 7, -1)),
+    "the first id outside": told(at(0, VOCAB_SIZE)),
+    "an id beyond 32 bits": told(at(0, 1 << 32)),
+    "an id beyond 63 bits": told(at(0, (1 << 64) - 1)),
+    "the lowest id": told(at(0, -(1 << 63))),
+    "a matched id outside": told(at(0, 5, finish=Finish("stop", VOCAB_SIZE))),
+    "a negative matched id": told(at(0, 5, finish=Finish("stop", -1))),
+    "a negative position": told(at(-1, 5, 6)),
+    "a first position behind the end": told(at(NUM_NEW, 5)),
+    "a first position that jumps": told(at(1, 5)),
+    "a position that jumps": told(at(0, 5), at(2, 6)),
+    "a position beyond 32 bits": told(at(0, 5), at(1 << 40, 6)),
+    "a position that goes back": told(at(0, 5, 6, 7), at(1, 6)),
+    "the same position again": told(at(0, 5), at(0, 5)),
+    "all ids without a finish": told(*(at(i, 5) for i in range(NUM_NEW))),
+    "all ids at once without a finish": told(at(0, *[5] * NUM_NEW)),
+    "more ids than asked for": told(at(0, *[5] * (NUM_NEW + 1), finish=LENGTH)),
+    "a finish without a token": told(at(0, finish=LENGTH)),
+    "a late finish without a token": told(at(0, 5), at(1, finish=LENGTH)),
+    "a finish ahead of tokens": told(at(0, 5), at(4, 6, finish=LENGTH)),
+    "more cached than there is": told(at(0, 5, report=ReqReport(cached_tokens=len(IDS) + 1))),
+    "logprobs that were not asked for": told(at(0, 5, logprobs=Logprobs(bytes(4)))),
+    "input logprobs that were not asked for": told(at(0, 5, input_logprobs=Logprobs(bytes(4)))),
+}
+LIES_OF_LOGPROBS: dict[str, list[dict[str, Any]]] = {
+    "none": told(at(0, 5, input_logprobs=INPUTS)),
+    "none of the prompt": told(at(0, 5, logprobs=ONE)),
+    "none later": told(at(0, 5, logprobs=ONE, input_logprobs=INPUTS), at(1, 6)),
+    "too few": told(at(0, 5, 6, logprobs=ONE, input_logprobs=INPUTS)),
+    "too many": told(at(0, 5, logprobs=INPUTS, input_logprobs=INPUTS)),
+    "too many of the prompt": told(at(0, 5, logprobs=ONE, input_logprobs=ONE.followed_by(INPUTS))),
+    "too few of the prompt": told(at(0, 5, logprobs=ONE, input_logprobs=ONE)),
+    "no likeliest": told(at(0, 5, logprobs=Logprobs(bytes(4)), input_logprobs=INPUTS)),
+    "ids that were not asked for": told(
+        at(0, 5, logprobs=Logprobs(bytes(4), bytes(4), bytes(4), bytes(4)), input_logprobs=INPUTS)
+    ),
+    "a negative likeliest": told(
+        at(0, 5, logprobs=Logprobs(bytes(4), b"\xff" * 4, bytes(4)), input_logprobs=INPUTS)
+    ),
+    "a likeliest outside": told(
+        at(
+            0,
+            5,
+            logprobs=ONE,
+            input_logprobs=Logprobs(bytes(8), VOCAB_SIZE.to_bytes(4, "little") * 2, bytes(8)),
+        )
+    ),
+}
+CASES = [
+    *(pytest.param(lie, {}, id=name) for name, lie in LIES.items()),
+    *(
+        pytest.param(lie, {"logprobs": WANTED}, id=f"logprobs: {name}")
+        for name, lie in LIES_OF_LOGPROBS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("lie", "params"), CASES)
+@pytest.mark.parametrize("role", Role)
+def test_it_is_taken_from_the_node_and_counted(
+    role: Role, lie: list[dict[str, Any]], params: dict[str, Any]
+) -> None:
+    """And as often as the node lies."""
+    fleet = Fleet(2, 0, num_prefill=2)
+    liar = (fleet.prefills if role is Role.PREFILL else fleet.decodes)[0]
+    for num_failures in range(1, FAILURES_TO_OPEN + 1):
+        req = next(
+            r for r in (fleet.start(max_new_tokens=NUM_NEW, **params) for _ in range(9)) if liar in r.nodes
+        )
+        key, others = req.key, [node for node in req.nodes if node is not liar]
+        for fields in lie:
+            assert req.key == key, "what came before is right"
+            fleet.dispatcher.on_tokens(liar, [TokenEntry(key, **fields)])
+        assert req.key.attempt == 1 and liar not in req.nodes and not req.ended
+        assert Cancel(key) in liar.sent
+        if len(lie) == 1:  # else the decode node has spoken, and the prefill node holds nothing
+            assert all(Cancel(key) in other.sent for other in others)
+        assert all(5 <= token_id <= 7 for token_id in req.output_ids)
+        assert fleet.dispatcher._breakers.is_open(liar) is (num_failures == FAILURES_TO_OPEN)
+    assert not any(liar in fleet.start().nodes for _ in range(20))
+
+
+@pytest.mark.parametrize("ids", [(0,), (VOCAB_SIZE - 1,), (0, 5, VOCAB_SIZE - 1)])
+def test_what_can_be_is_taken(ids: tuple[int, ...]) -> None:
+    fleet = Fleet(1)
+    req = fleet.start(max_new_tokens=NUM_NEW)
+    report = ReqReport(cached_tokens=len(IDS))
+    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 0, ids, None, report)])
+    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, len(ids), (5,), Finish("stop", 5))])
+    assert (req.output_ids, req.cached_tokens, req.error) == ([*ids, 5], len(IDS), None)
+
+
+def test_a_finish_without_a_token_ends_what_asked_for_none() -> None:
+    fleet = Fleet(1)
+    req = fleet.start(max_new_tokens=0)
+    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 0, (), LENGTH)])
+    assert req.finish == LENGTH and req.output_ids == []
+
+
+def test_a_target_that_lies_ends_the_move_and_not_the_stream() -> None:
+    fleet = Fleet(2, 0)
+    req = fleet.start(max_new_tokens=NUM_NEW)
+    source = req.nodes[-1]
+    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (5,))])
+    fleet.dispatcher.on_move_wanted(source, [req.key])
+    assert req.moving is not None
+    key, (target,) = req.moving.key, req.moving.nodes
+    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, (-1,))])
+    assert req.moving is None and req.nodes[-1] is source and req.key.attempt == 0
+    assert isinstance(target, type(source)) and Cancel(key) in target.sent
+    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 1, (6,) * (NUM_NEW - 1), LENGTH)])
+    assert req.finish == LENGTH and req.output_ids == [5, *[6] * (NUM_NEW - 1)]
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_a_source_that_lies_after_the_move_counts_where_its_tokens_are_awaited(awaited: bool) -> None:
+    fleet = Fleet(2, 0)
+    req = fleet.start(max_new_tokens=NUM_NEW, logprobs=LogprobParams())
+    source, old, one = req.nodes[-1], req.key, Logprobs(bytes(4))
+    fleet.dispatcher.on_tokens(source, [TokenEntry(old, 0, (5,), logprobs=one)])
+    fleet.dispatcher.on_move_wanted(source, [old])
+    assert req.moving is not None
+    key, (target,) = req.moving.key, req.moving.nodes
+    repeated = (6,) if awaited else ()
+    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, repeated)])
+    assert req.key == key and req.awaits_left is awaited
+    fleet.dispatcher.on_tokens(source, [TokenEntry(old, 1, (-1,), logprobs=one)])
+    assert (req.key == key) is not awaited and not req.ended
+
+
+def test_a_prefill_node_that_lies_late_does_not_disturb_the_stream() -> None:
+    """The decode node has spoken, so that the sequence does not need the prefill node."""
+    fleet = Fleet(1, 0)
+    req = fleet.start(max_new_tokens=NUM_NEW)
+    prefill, decode = req.nodes
+    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 0, (5,))])
+    fleet.dispatcher.on_tokens(prefill, [TokenEntry(req.key, 0, (-1,))])
+    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 1, (6,) * (NUM_NEW - 1), LENGTH)])
+    assert req.finish == LENGTH and req.key.attempt == 0
+
+
+def test_it_ends_with_the_reason_when_every_node_lies() -> None:
+    fleet = Fleet(1, 0)
+    req = fleet.start(max_new_tokens=NUM_NEW)
+    while not req.ended:
+        if req.nodes:
+            fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 0, (1 << 40,))])
+        fleet.wait(5)
+    assert req.error is not None and (req.error.status, req.error.code) == (503, "wrong_answer")
+    assert f"told the token id {1 << 40} of a vocabulary of {VOCAB_SIZE}" in req.error.message
+
+
+def test_a_prompt_that_is_said_not_to_be_cached_again_and_again() -> None:
+    """It is answered only where a bound was asked for, which is not asked for again."""
+    fleet = Fleet(2, 0)
+    req, num_sent = fleet.start(max_new_tokens=NUM_NEW), 0
+    while not req.ended:
+        if req.nodes:
+            fleet.dispatcher.on_not_cached(req.nodes[-1], req.key)
+            num_sent += 1
+        fleet.wait(5)
+    assert req.error is not None and req.error.code == "wrong_answer" and num_sent < 10
+
+
+Lie = Callable[[FakeNode, Decode], None]
+
+
+def raw(payload: bytes) -> Lie:
+    def send(node: FakeNode, message: Decode) -> None:
+        node._socket.send_multipart([node._router, payload], zmq.DONTWAIT)
+
+    return send
+
+
+def says(lie: list[dict[str, Any]]) -> Lie:
+    def send(node: FakeNode, message: Decode) -> None:
+        for fields in lie:
+            node.send(Tokens((TokenEntry(message.key, **fields),)), message.key.router)
+
+    return send
+
+
+def told_raw(*entry: object) -> Lie:
+    def send(node: FakeNode, message: Decode) -> None:
+        key = msgspec.to_builtins(message.key)
+        raw(msgspec.msgpack.encode(["Tokens", [[key, *entry]]]))(node, message)
+
+    return send
+
+
+OVER_THE_WIRE: dict[str, Lie] = {
+    **{name: says(lie) for name, lie in LIES.items() if "outside" not in name and "cached" not in name},
+    "an id of a larger vocabulary": says(told(at(0, byte_level_tokenizer().get_vocab_size()))),
+    "more cached than there is": says(told(at(0, 5, report=ReqReport(cached_tokens=2)))),
+    "an id that is a string": told_raw(0, ["5"]),
+    "an id that is a float": told_raw(0, [5.5]),
+    "an id beyond 64 bits": raw(b"\x92\xa6Tokens\x91\x93\x93\xa1a\xa1b\x00\x00\x91" + b"\xcf" + b"\xff" * 7),
+    "a position that is nothing": told_raw(None, [5]),
+    "logprobs whose parts do not fit": told_raw(0, [5], None, None, [b"\0" * 4, b"\0" * 3, b"", b""]),
+    "a stamp of the year 5000": told_raw(0, [5], None, [1, [["decode", "queued", 1e11]]]),
+    "no message": raw(b"\xc1"),
+    "an empty message": raw(b""),
+    "a message of the other direction": raw(msgspec.msgpack.encode(Flush(1))),
+    "not UTF-8": raw(b"\x92\xa7Leaving\xa2\xff\xfe"),
+    "nested without end": raw(b"\x92\xa6Tokens" + b"\x91" * 50_000 + b"\x00"),
+    "a prompt that is not cached": lambda node, message: node.send(
+        NotCached(message.key), message.key.router
+    ),
+}
+
+
+@asynccontextmanager
+async def beside_a_liar(model_folder: Path, lie: Lie) -> AsyncIterator[tuple[FakeNode, httpx.AsyncClient]]:
+    """Two decode nodes, of which one tells the truth."""
+
+    async def lie_and_fall_silent(node: FakeNode, message: Prefill | Decode) -> None:
+        assert isinstance(message, Decode)
+        lie(node, message)
+
+    dispatch = DispatchOptions(local_prefill_tokens=0, stall_timeout_s=3.0, decode_policy="round-robin")
+    async with (
+        FakeNode(Role.DECODE, "liar", script=lie_and_fall_silent) as liar,
+        FakeNode(Role.DECODE, "honest", script=tell_story) as honest,
+        joined_router(model_folder, [liar, honest], dispatch=dispatch) as (_, client),
+    ):
+        yield liar, client
+
+
+@pytest.mark.parametrize("lie", [pytest.param(lie, id=name) for name, lie in OVER_THE_WIRE.items()])
+def test_the_client_sees_none_of_it(model_folder: Path, lie: Lie) -> None:
+    async def run() -> None:
+        async with beside_a_liar(model_folder, lie) as (liar, client):
+            for streams in (False, True):
+                num_before = len(liar.all(Decode))
+                while len(liar.all(Decode)) == num_before:
+                    body = {"text": "a", "stream": streams, "sampling_params": {"max_new_tokens": NUM_NEW}}
+                    response = await client.post("/generate", json=body)
+                    assert response.status_code == 200 and "error" not in response.text, response.text
+                    if not streams:
+                        assert len(response.json()["output_ids"]) == NUM_NEW
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("layout", "limits", "field"),
+    [
+        ({"page_size": 0}, {}, "page_size"),
+        ({"page_size": -16}, {}, "page_size"),
+        ({"num_layers": 0}, {}, "num_layers"),
+        ({"head_dim": -8}, {}, "head_dim"),
+        ({}, {"context_length": 0}, "context_length"),
+        ({}, {"max_total_num_tokens": -1}, "max_total_num_tokens"),
+        ({}, {"max_running_requests": 0}, "max_running_requests"),
+    ],
+)
+def test_a_node_of_sizes_that_cannot_be_is_not_used(
+    model_folder: Path, layout: dict[str, int], limits: dict[str, int], field: str
+) -> None:
+    async def run() -> None:
+        broken = FakeNode(
+            Role.DECODE,
+            "broken",
+            layout=msgspec.structs.replace(LAYOUT, **layout),
+            limits=msgspec.structs.replace(LIMITS, **limits),
+        )
+        async with broken, joined_router(model_folder, [broken], wait=False) as (_, client):
+            wanted = f"{field}: {(layout | limits)[field]} is below 1"
+            while (member := (await client.get("/health")).json()["decode"][0])["reason"] != wanted:
+                await asyncio.sleep(0.02)
+            assert member["state"] == "refused"
+
+    asyncio.run(run())
+
+
+def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> None:
+    """Calls are counted, so that a node could tell the number of the next one."""
+
+    async def run() -> None:
+        async with (
+            FakeNode(Role.DECODE, "liar") as liar,
+            FakeNode(Role.DECODE, "honest") as honest,
+            joined_router(model_folder, [liar, honest]) as (router, _),
+        ):
+            nodes: Iterator[Any] = (n for n in router._membership.all_live() if n.ref.node_id == "honest")
+            honest.flushes = True
+
+            def ask(call_id: int) -> Flush:
+                liar.send(Answered(call_id, False, "told by another node"))
+                return Flush(call_id)
+
+            answers = await router._membership.call(ask, 10.0, [next(nodes)])
+            assert answers["honest"].ok
+
+    asyncio.run(run())
