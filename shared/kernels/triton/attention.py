@@ -1,6 +1,7 @@
 """Paged attention for extends and decode steps in one kernel, whose bits may not depend on the batch nor on its cut.
 
-With `exact` the output of a token has the same bits from a decode step, a prefill or a chunk of one, beside any other sequences:
+With `exact` the output of a token has the same bits from a decode step, a prefill or a chunk of one, beside any other
+sequences:
 - A tile has BLOCK_M rows always, and a row's sums have nothing of other rows in them.
 - The keys of a split are taken TILE at a time from its first one. Keys that a row does not see have weight zero, and
   TILE keys of which a row sees none multiply its sums by one.
