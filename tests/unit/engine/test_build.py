@@ -21,6 +21,7 @@ from shared.engine.resolve import (
     resolve_context_length,
     resolve_device,
     resolve_dtype,
+    resolve_schedule,
 )
 from shared.engine.start.shape import EngineShape
 from shared.engine.start.share import CPU_KV_CAP_BYTES, HostShare
@@ -275,3 +276,11 @@ def overwrite(path: Path, at: int, new: bytes = b"\1") -> None:
     content = bytearray(path.read_bytes())
     content[at : at % len(content) + len(new)] = new
     path.write_bytes(content)
+
+
+def test_a_chunk_follows_the_device_unless_the_flag_gives_it() -> None:
+    """Options that nothing has resolved have the chunk of a CPU."""
+    gpu, options = torch.device("cuda", 0), ScheduleOptions()
+    assert [options.chunk_tokens, resolve_schedule(options, CPU).chunk_tokens] == [512, 512]
+    assert resolve_schedule(options, gpu).chunked_prefill_size == 2048
+    assert resolve_schedule(ScheduleOptions(chunked_prefill_size=64), gpu).chunk_tokens == 64
