@@ -71,9 +71,9 @@ class Fetches:
         return key in self._awaited
 
     def start(self, req: Req, source: Source, within_s: float, go_on: GoOn) -> None:
-        """Fetch what `source` has of the prompt of `req`, and call `go_on` then, or when it turns out to be in vain.
+        """Fetch what `source` has of the prompt of `req`, then call `go_on`, also when the fetch fails.
 
-        It may be called at once, and is within `within_s` seconds, or not at all if `req` is removed.
+        `go_on` is called within `within_s` seconds, perhaps before `start` returns. It is not called if `req` is removed.
         """
         self._batcher.arrived(req)
         now, size = self._clock(), self._ledger.page_size
