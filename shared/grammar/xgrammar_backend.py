@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerFast
 
 from shared.errors import RequestError
 from shared.grammar.nesting import check_nesting
+from shared.grammar.regex_syntax import as_written_for_xgrammar
 from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import Grammar
 
 MAX_WHITESPACE = 64
 """Most spaces between two elements of JSON. Without a bound, a weak model may generate spaces for ever."""
 MAX_CACHED_NBYTES = 256 << 20
-"""Size of the library's LRU cache of compiled grammars."""
+"""Size of the library's LRU caches of compiled grammars."""
 MAX_MESSAGE_CHARS = 500
 MAX_FORCED_BYTES = 256
 """Longest text that `forced_tokens` returns at once. A longer one is forced in several parts."""
@@ -34,6 +35,7 @@ SPACES = ("\u2581", "\u0120")
 
 Encode = Callable[[str], list[int]]
 
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
@@ -125,8 +127,9 @@ class XGrammarBackend:
     def __init__(self, tokenizer_info: xgrammar.TokenizerInfo, encode: Encode) -> None:
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
-        self._compiler = xgrammar.GrammarCompiler(
-            tokenizer_info, max_threads=1, cache_limit_bytes=MAX_CACHED_NBYTES
+        self._compiler, self._json_compiler = (
+            xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=MAX_CACHED_NBYTES // 2)
+            for info in (tokenizer_info, _without_controls(tokenizer_info, self._pieces))
         )
 
     @classmethod
@@ -144,12 +147,12 @@ class XGrammarBackend:
         try:
             match grammar.kind:
                 case "json_schema":
-                    check_keywords(grammar.text)
-                    compiled = self._compiler.compile_json_schema(
-                        grammar.text, max_whitespace_cnt=MAX_WHITESPACE
+                    text = check_keywords(grammar.text)
+                    compiled = self._json_compiler.compile_json_schema(
+                        text, max_whitespace_cnt=MAX_WHITESPACE
                     )
                 case "regex":
-                    compiled = self._compiler.compile_regex(grammar.text)
+                    compiled = self._compiler.compile_regex(_regex_text(grammar.text))
                 case "ebnf":
                     compiled = self._compiler.compile_grammar(grammar.text)
         except RuntimeError as error:
@@ -158,6 +161,27 @@ class XGrammarBackend:
             message = message or "XGrammar refuses it without a reason; is a number in it too large?"
             raise RequestError(f"{grammar.kind}: {message}", param=grammar.kind) from None
         return XGrammarCompiled(compiled, self._pieces, self._encode)
+
+
+def _regex_text(regex: str) -> str:
+    try:
+        return as_written_for_xgrammar(regex)
+    except ValueError as found:
+        raise RequestError(f"regex: {found} cannot be enforced", param="regex") from None
+
+
+def _without_controls(info: xgrammar.TokenizerInfo, pieces: Sequence[bytes]) -> xgrammar.TokenizerInfo:
+    """The tokens that may be part of JSON: none with a control character but line breaks.
+
+    XGrammar lets control characters into strings with `minLength` or `maxLength`, where JSON forbids them.
+    """
+    return xgrammar.TokenizerInfo(
+        [b"" if _CONTROL.search(piece) else piece for piece in pieces],
+        xgrammar.VocabType.RAW,
+        vocab_size=info.vocab_size,
+        stop_token_ids=info.stop_token_ids,
+        add_prefix_space=info.add_prefix_space,
+    )
 
 
 def tokenizer_info(

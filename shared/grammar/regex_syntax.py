@@ -1,0 +1,54 @@
+"""Which regular expressions XGrammar follows as Python's `re` reads them, with `re.ASCII`, on the whole text.
+
+XGrammar 0.2.8 ignores anchors that are not at an end and some lookaheads, takes unknown escapes for letters, and
+reads `++` as a repeated repetition. So only the syntax below is let in. tests/prop/test_structured_output.py compares
+answers with `re` and `regex`.
+"""
+
+from __future__ import annotations
+
+import re
+
+_ESCAPE = r"""\\(?: [dDwWsS](?!-[^\]]) | [fnrtv!-/:-@\[-`{-~ ] | 0(?![0-9])
+                 | x[0-9A-Fa-f]{2} | u(?![dD][89A-Fa-f])[0-9A-Fa-f]{4} )"""
+_PART = re.compile(
+    rf"""
+      (?P<class> \[ \^?+ (?!\]) (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} )++ \] )
+    | (?P<atom> [^\\^$|?*+()\[{{] | {_ESCAPE} )
+    | (?P<repeat> (?: [?*+] | \{{ [0-9]{{1,5}} (?: ,[0-9]{{0,5}} )? \}} ) \?? )
+    | (?P<open> \( (?: \?: | \?<[A-Za-z_][A-Za-z0-9_]*> | (?!\?) ) )
+    | (?P<close> \) ) | (?P<bar> \| ) | (?P<begin> \^ ) | (?P<end> \$ )
+    """,
+    re.VERBOSE,
+)
+_WRITTEN = {".": r"[^\n]", r"\s": r"[ \t-\r]"}
+_WRITTEN_IN_CLASS = {r"\s": r" \t-\r", r"\S": r"\x00-\x08\x0e-\x1f!-\u{10ffff}"}
+_IN_CLASS = re.compile(r"\\.", re.DOTALL)
+
+
+def as_written_for_xgrammar(regex: str) -> str:
+    """Return a regular expression that XGrammar reads as `re` reads `regex`.
+
+    Raises ValueError for syntax whose meaning XGrammar would change. Errors of syntax that it tells are left to it.
+    """
+    parts: list[str] = []
+    at = depth = 0
+    before = "bar"
+    while at < len(regex):
+        part = _PART.match(regex, at)
+        kind = str(part.lastgroup) if part else ""
+        wrong = {
+            "": True,
+            "repeat": before not in ("atom", "class", "close"),
+            "begin": depth > 0 or before != "bar",
+            "end": depth > 0,
+        }
+        if part is None or wrong.get(kind) or (before == "end" and kind != "bar"):
+            raise ValueError(f"{regex[at : at + 10]!r} at character {at}")
+        text = part[0]
+        if kind == "class":
+            text = _IN_CLASS.sub(lambda escape: _WRITTEN_IN_CLASS.get(escape[0], escape[0]), text)
+        parts.append(_WRITTEN.get(text, text))
+        depth += {"open": 1, "close": -1}.get(kind, 0)
+        at, before = part.end(), kind
+    return "".join(parts)

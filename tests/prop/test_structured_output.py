@@ -1,0 +1,287 @@
+"""Random schemas and regexes, compiled as on a node: random logits under the masks give only what was asked for.
+
+A complete answer is checked by `jsonschema`, `re` and `regex`. A schema or a regex that cannot be enforced is a 400
+that names the keyword and its path. STRUCTURED_EXAMPLES sets the number of examples of each test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import regex as regex_module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis_jsonschema import from_schema
+from tokenizers import Tokenizer
+
+from shared.errors import RequestError
+from shared.grammar.backend import CompiledGrammar
+from shared.grammar.state import GrammarState
+from shared.grammar.xgrammar_backend import XGrammarBackend
+from shared.protocol.sampling_params import Grammar
+from tests.modelzoo import EOS_TOKEN_ID, write_tokenizer
+
+VOCAB_SIZE = 400
+MAX_STEPS = 120
+NUM_ANSWERS = 4
+NUM_EXAMPLES = int(os.environ.get("STRUCTURED_EXAMPLES", "120"))
+ENDS = ('"', "}", "]", "0", "1", "a", ":", ",", " ")
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        write_tokenizer(folder, vocab_size=VOCAB_SIZE)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+        self.ends = np.zeros(VOCAB_SIZE, dtype=bool)
+        self.ends[[EOS_TOKEN_ID, *(self.tokenizer.token_to_id(text) for text in ENDS if text != " ")]] = True
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("tokenizer"))
+
+
+def answers(world: World, compiled: CompiledGrammar, seed: int) -> Iterator[str]:
+    """The complete answers of a few random walks. Half of the steps prefer tokens that lead to an end."""
+    choices = random.Random(seed)
+    mask_1W = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    for _ in range(NUM_ANSWERS):
+        state, ids = GrammarState(compiled), list[int]()
+        while not state.is_terminated and len(ids) < MAX_STEPS:
+            mask_1W.fill(0)
+            state.fill_mask(mask_1W, 0)
+            allowed = np.unpackbits(mask_1W.view(np.uint8), bitorder="little")[:VOCAB_SIZE].astype(bool)
+            short = allowed & world.ends
+            [found] = np.nonzero(short if short.any() and choices.random() < 0.5 else allowed)
+            assert found.size, f"a dead end behind {world.tokenizer.decode(ids)!r}"
+            ids.append(int(choices.choice(found.tolist())))
+            assert state.accept(ids[-1])
+        if state.is_terminated:
+            yield world.tokenizer.decode(ids[:-1])
+
+
+# --- regexes
+
+LITERALS = st.sampled_from([*"ab3 _,é;-\"'#&~/<", r"\.", r"\^", r"\\", r"\]", r"\-", r"\/", r"\t", r"\x41", r"\u00e9"])
+SETS = st.sampled_from([".", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S"])
+MEMBERS = st.one_of(
+    LITERALS,
+    st.sampled_from(["a-c", "0-9", " -~", r"\d", r"\W", r"\s", r"\S", r"\n", r"\b", "^", "$", ".", "[", "!-#"]),
+)
+CLASSES = st.tuples(
+    st.sampled_from(["", "^"]), st.lists(MEMBERS, min_size=1, max_size=3).map("".join)
+).map(lambda parts: f"[{parts[0]}{parts[1]}]")
+REPEATS = st.sampled_from(["", "", "", "?", "*", "+", "{2}", "{0}", "{1,2}", "{1,}", "+?", "??"])
+ODD = st.sampled_from(
+    ["^", "$", r"\A", r"\Z", r"\b", r"\z", r"\Q", "(?=a)", "(?!a)", "(?<=a)", "(?i)", "(?i:a)", r"\1", "++", "{2}+"]
+    + [r"\p{L}", r"[\p{L}]", r"\x{41}", "{", "{,2}", "[]", "[^]", "*", "{99999999999}", "(?P<n>a)", "(?<n>a)", r"\a", "|"]
+)  # fmt: skip
+
+
+def sequences(items: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.lists(items, min_size=1, max_size=3).map("".join)
+
+
+REPEATED = st.tuples(st.one_of(LITERALS, SETS, CLASSES), REPEATS).map("".join)
+REGEXES = st.recursive(
+    sequences(st.one_of(REPEATED, REPEATED, ODD)),
+    lambda inner: st.one_of(
+        sequences(st.one_of(inner, ODD)),
+        st.lists(inner, min_size=2, max_size=3).map("|".join),
+        st.tuples(st.sampled_from(["(", "(?:"]), inner, st.just(")"), REPEATS).map("".join),
+        inner.map(lambda text: f"^{text}$"),
+    ),
+    max_leaves=4,
+)
+
+
+def is_match(pattern: str, text: str) -> bool:
+    """Whether both judges, as far as they know the syntax, say that the pattern matches the whole text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sets within sets, which have no meaning here
+        judged = [regex_module.fullmatch(pattern, text, regex_module.ASCII | regex_module.VERSION0)]
+        if "(?<n>" not in pattern:
+            judged.append(re.fullmatch(pattern, text, re.ASCII))
+    return None not in judged
+
+
+@given(pattern=REGEXES, seed=st.integers(0, 2**32))
+@settings(max_examples=NUM_EXAMPLES)
+def test_an_answer_matches_the_regex(world: World, pattern: str, seed: int) -> None:
+    try:
+        compiled = world.backend.compile(Grammar("regex", pattern))
+    except RequestError as refused:
+        assert (refused.status, refused.param) == (400, "regex")
+        return
+    for text in answers(world, compiled, seed):
+        assert is_match(pattern, text), text
+
+
+# --- schemas
+
+NAMES = st.sampled_from(["a", "b", "ab", "é", 'q"', "$ref", "type", "const"])
+COUNTS = st.one_of(st.integers(0, 3), st.sampled_from([-1, 2**31, 2**32, 1.0, 1.5, "1", True]))
+BOUNDS = st.one_of(
+    st.integers(-20, 20),
+    st.sampled_from([-1.5, 0.1, 1e-7, 2e-7, 0.999999, 0.9999999, 3.14159265, 3.14159266, 99.99]),
+    st.sampled_from([2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**25, 1e18, 1e300, "1", True]),
+)
+VALUES = st.one_of(
+    st.sampled_from([None, True, False, 0, 1, -1, 1.0, 0.1, 1.5e300, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**25]),
+    st.sampled_from(["", "a", 'q"\\', "é\n", {"$ref": "#/a"}, {"a": [1, None]}, [2**64], [], {}]),
+)  # fmt: skip
+FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "regex"]
+FORMATS += ["uri-reference", "uri-template", "json-pointer", "relative-json-pointer", "binary", "x"]
+ANNOTATIONS: dict[str, st.SearchStrategy[Any]] = {
+    "title": st.just("T"),
+    "description": st.just("D"),
+    "default": VALUES,
+    "examples": st.lists(VALUES, max_size=1),
+}
+TYPES = st.one_of(
+    st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"]),
+    st.lists(st.sampled_from(["string", "integer", "number", "null", "object", "array"]), max_size=2, unique=True),
+    st.sampled_from(["any", None, 3]),
+)  # fmt: skip
+KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNTS),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), BOUNDS),
+    "multipleOf": st.sampled_from([2, 3, 7.0, 0.5, 0, -1, 1000, 1025, 2**40]),
+    "pattern": REGEXES,
+    "format": st.sampled_from(FORMATS),
+    "const": VALUES,
+    "enum": st.lists(VALUES, max_size=3),
+    "required": st.lists(NAMES, max_size=2),
+    "uniqueItems": st.booleans(),
+}
+OF_TYPE = {
+    "string": ["minLength", "maxLength", "pattern", "format"],
+    "integer": ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"],
+    "number": ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"],
+}
+UNKNOWN = ["not", "if", "contains", "dependentRequired", "minlength", "nullable", "x-note", "$id", "additionalItems"]
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> dict[str, Any]:
+    """Mostly keywords that belong to the type, sometimes any."""
+    schema: dict[str, Any] = {}
+    kind = draw(st.sampled_from(["string", "integer", "number", "value", "any"]))
+    names = OF_TYPE.get(kind, ["const", "enum"] if kind == "value" else sorted(KEYWORDS))
+    if kind in OF_TYPE:
+        schema["type"] = draw(st.sampled_from([kind, [kind, "null"]]))
+    elif kind == "any":
+        schema["type"] = draw(TYPES)
+    for name in draw(st.lists(st.sampled_from(names), max_size=2, unique=True)):
+        schema[name] = draw(KEYWORDS[name])
+    for name in draw(st.lists(st.sampled_from(sorted(ANNOTATIONS)), max_size=1)):
+        schema[name] = draw(ANNOTATIONS[name])
+    if draw(st.integers(0, 19)) == 0:
+        schema[draw(st.sampled_from(UNKNOWN))] = draw(VALUES)
+    return schema
+
+
+@st.composite
+def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
+    properties = draw(st.dictionaries(NAMES, inner, max_size=3))
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    if properties and draw(st.booleans()):
+        schema["required"] = draw(st.lists(st.sampled_from(sorted(properties)), unique=True))
+    if draw(st.integers(0, 3)) == 0:
+        del schema["properties"]
+    for name, strategy in {
+        "additionalProperties": st.one_of(st.booleans(), inner),
+        "unevaluatedProperties": st.one_of(st.booleans(), inner),
+        "patternProperties": st.dictionaries(REGEXES, inner, max_size=2),
+        "propertyNames": leaves(),
+        "minProperties": COUNTS,
+        "maxProperties": COUNTS,
+        "required": st.lists(NAMES, max_size=2),
+    }.items():
+        if draw(st.integers(0, 9)) == 0:
+            schema[name] = draw(strategy)
+    return schema
+
+
+@st.composite
+def arrays(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array", "items": draw(inner)}
+    for name, strategy in {
+        "prefixItems": st.lists(inner, max_size=2),
+        "minItems": COUNTS,
+        "maxItems": COUNTS,
+        "unevaluatedItems": st.one_of(st.booleans(), inner),
+        "uniqueItems": st.booleans(),
+        "items": st.one_of(st.booleans(), st.lists(inner, max_size=1)),
+    }.items():
+        if draw(st.integers(0, 4)) == 0:
+            schema[name] = draw(strategy)
+    return schema
+
+
+@st.composite
+def choices_of(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
+    keyword = draw(st.sampled_from(["anyOf", "anyOf", "allOf", "oneOf"]))
+    schema: dict[str, Any] = {keyword: draw(st.lists(inner, max_size=3))}
+    if draw(st.integers(0, 3)) == 0:
+        schema["type"] = draw(TYPES)
+    return schema
+
+
+REFERENCES = st.sampled_from(["#/$defs/x", "#/$defs/y", "#/$defs/y", "#/$defs/no", "#/$defs/x/items", "http://x/", "#x"])
+SUBSCHEMAS = st.recursive(
+    st.one_of(leaves(), leaves(), st.booleans(), REFERENCES.map(lambda ref: {"$ref": ref})),
+    lambda inner: st.one_of(objects(inner), objects(inner), arrays(inner), choices_of(inner)),
+    max_leaves=4,
+)
+SCHEMAS = st.tuples(SUBSCHEMAS.filter(lambda schema: isinstance(schema, dict)), leaves(), objects(leaves())).map(
+    lambda parts: {**parts[0], **({"$defs": {"x": parts[1], "y": parts[2]}} if "$ref" in str(parts[0]) else {})}
+)
+
+
+def whole_pattern(_: object, pattern: str, text: object, schema: object) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(text, str) and not is_match(pattern, text):
+        yield jsonschema.ValidationError(f"{text!r} does not match {pattern!r}")
+
+
+CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
+Judge = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    {
+        "pattern": whole_pattern,
+        # oneOf is served as anyOf, as docs/http.md says
+        "oneOf": jsonschema.Draft202012Validator.VALIDATORS["anyOf"],
+    },
+)
+
+
+def check(world: World, schema: object, seed: int) -> bool:
+    """Whether the schema was served. Its answers are then as it says; otherwise the 400 says what is wrong where."""
+    try:
+        compiled = world.backend.compile(Grammar("json_schema", json.dumps(schema)))
+    except RequestError as refused:
+        assert (refused.status, refused.param) == (400, "json_schema")
+        assert re.match(r"json_schema: '[^']+' at #", refused.message), refused.message
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for text in answers(world, compiled, seed):
+            Judge(schema).validate(json.loads(text))
+    return True
+
+
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
+@settings(max_examples=NUM_EXAMPLES)
+def test_an_answer_follows_the_schema(world: World, schema: dict[str, Any], seed: int) -> None:
+    check(world, schema, seed)
