@@ -1,8 +1,8 @@
 """Which regular expressions XGrammar follows as Python's `re` reads them, with `re.ASCII`, on the whole text.
 
-XGrammar 0.2.8 ignores anchors that are not at an end and some lookaheads, takes unknown escapes for letters, and
-reads `++` as a repeated repetition. So only the syntax below is let in. tests/prop/test_structured_output.py compares
-answers with `re` and `regex`.
+XGrammar 0.2.8 ignores anchors that are not at an end and some lookaheads. It takes unknown escapes for letters, reads
+`a{2}+` as two repetitions, and a class that begins with an escaped ^ as its opposite. So only the syntax below is let
+in. tests/prop/test_structured_output.py compares answers with `re` and `regex`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 
 _ESCAPE = r"""\\(?: [dDwWsS](?!-[^\]]) | [fnrtv!-/:-@\[-`{-~ ] | 0(?![0-9])
-                 | x[0-9A-Fa-f]{2} | u(?![dD][89A-Fa-f])[0-9A-Fa-f]{4} )"""
+                 | (?: x | u00 ) (?!2[dD]) [0-9A-Fa-f]{2} | u(?!00|[dD][89A-Fa-f])[0-9A-Fa-f]{4} )"""
 _PART = re.compile(
     rf"""
-      (?P<class> \[ \^?+ (?!\]) (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} )++ \] )
+      (?P<class> \[ \^?+ (?! \] | \\(?:\^|x5[eE]|u005[eE]) ) (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} )++ \] )
     | (?P<atom> [^\\^$|?*+()\[{{] | {_ESCAPE} )
     | (?P<repeat> (?: [?*+] | \{{ [0-9]{{1,5}} (?: ,[0-9]{{0,5}} )? \}} ) \?? )
-    | (?P<open> \( (?: \?: | \?<[A-Za-z_][A-Za-z0-9_]*> | (?!\?) ) )
+    | (?P<open> \( (?: \?: | \?P?<[A-Za-z_][A-Za-z0-9_]*> | (?!\?) ) )
     | (?P<close> \) ) | (?P<bar> \| ) | (?P<begin> \^ ) | (?P<end> \$ )
     """,
     re.VERBOSE,
@@ -48,7 +48,7 @@ def as_written_for_xgrammar(regex: str) -> str:
         text = part[0]
         if kind == "class":
             text = _IN_CLASS.sub(lambda escape: _WRITTEN_IN_CLASS.get(escape[0], escape[0]), text)
-        parts.append(_WRITTEN.get(text, text))
+        parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
         depth += {"open": 1, "close": -1}.get(kind, 0)
         at, before = part.end(), kind
     return "".join(parts)

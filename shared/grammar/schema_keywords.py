@@ -97,7 +97,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         LISTS_OF_SCHEMAS, (lambda v: isinstance(v, list) and bool(v), "a list that is not empty")
     ),
     **dict.fromkeys(SINGLE_SCHEMAS, (lambda v: isinstance(v, dict | bool), "a schema")),
-    "propertyNames": (lambda v: isinstance(v, dict), "a schema of strings"),
+    "propertyNames": (
+        lambda v: isinstance(v, dict) and v.get("type", "string") == "string",
+        "a schema of strings",
+    ),
     "const": (_is_exact, "without integers beyond 64 bits and infinity"),
     "enum": (
         lambda v: isinstance(v, list) and bool(v) and _is_exact(v),
@@ -212,7 +215,7 @@ def _is_schema_here(ref: str) -> bool:
         return False
     while keys:
         keyword = keys.pop(0)
-        if keyword in (*MAPS_OF_SCHEMAS, *LISTS_OF_SCHEMAS) and keys:
+        if keyword in MAPS_OF_SCHEMAS and keys:
             del keys[0]
         elif keyword not in SINGLE_SCHEMAS:
             return False
@@ -254,12 +257,9 @@ def _deciding(schema: Schema) -> str | None:
 
 
 def _target(ref: str, root: object) -> object:
-    """The schema that `ref` names; None where there is none."""
+    """The schema that `ref` names; None where there is none. XGrammar finds no members of lists either."""
     for key in ref.split("/")[1:]:
-        if isinstance(root, list):
-            root = root[int(key)] if key.isdecimal() and int(key) < len(root) else None
-        else:
-            root = _dict(root).get(key)
+        root = _dict(root).get(key)
     return root
 
 

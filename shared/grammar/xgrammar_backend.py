@@ -6,7 +6,7 @@ This file is imported when the first grammar is compiled. The library imports tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,15 +35,25 @@ SPACES = ("\u2581", "\u0120")
 
 Encode = Callable[[str], list[int]]
 
+_NO_UTF8 = {0xE0: (0x80, 0xA0), 0xED: (0xA0, 0xC0), 0xF0: (0x80, 0x90)}
+"""First bytes of a character, and the second bytes that XGrammar allows there although UTF-8 does not."""
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class XGrammarMatcher:
-    """A GrammarMatcher. `pieces` are the bytes of each token."""
+    """A GrammarMatcher. `pieces` are the bytes of each token, `after` masks what may follow one with such a last byte."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], encode: Encode) -> None:
+    def __init__(
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        pieces: Sequence[bytes],
+        after: Mapping[bytes, np.ndarray],
+        encode: Encode,
+    ) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._after = after
+        self._last_byte = b""
         self._ends = frozenset(self._matcher.stop_token_ids)
         self._pieces = pieces
         self._encode = encode
@@ -58,7 +68,10 @@ class XGrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """Advance by one token, unless the grammar does not allow it."""
         self._mask_W = None
-        return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
+        is_accepted = not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
+        if is_accepted:
+            self._last_byte = self._pieces[token_id][-1:]
+        return is_accepted
 
     def fill_mask(self, mask_GW: np.ndarray, row: int) -> None:
         """Write which tokens may come next."""
@@ -66,6 +79,8 @@ class XGrammarMatcher:
             self._matcher.fill_next_token_bitmask(mask_GW, row)
         else:
             mask_GW[row] = self._mask_W
+        if self._last_byte in self._after:
+            mask_GW[row] &= self._after[self._last_byte]
 
     def forced_tokens(self) -> list[int]:
         """Tokenize the text that must come next, up to MAX_FORCED_BYTES of it.
@@ -110,15 +125,22 @@ class XGrammarMatcher:
 class XGrammarCompiled:
     """A CompiledGrammar of XGrammar."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], encode: Encode) -> None:
+    def __init__(
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        pieces: Sequence[bytes],
+        after: Mapping[bytes, np.ndarray],
+        encode: Encode,
+    ) -> None:
         self._compiled = compiled
         self._pieces = pieces
+        self._after = after
         self._encode = encode
         self.vocab_size = int(compiled.tokenizer_info.vocab_size)
 
     def new_matcher(self) -> XGrammarMatcher:
         """Return a matcher at the beginning of the grammar."""
-        return XGrammarMatcher(self._compiled, self._pieces, self._encode)
+        return XGrammarMatcher(self._compiled, self._pieces, self._after, self._encode)
 
 
 class XGrammarBackend:
@@ -127,6 +149,11 @@ class XGrammarBackend:
     def __init__(self, tokenizer_info: xgrammar.TokenizerInfo, encode: Encode) -> None:
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
+        first_V = np.array([piece[0] if piece else 0 for piece in self._pieces])
+        self._after = {
+            bytes([lead]): _mask((first_V < low) | (first_V >= high))
+            for lead, (low, high) in _NO_UTF8.items()
+        }
         self._compiler, self._json_compiler = (
             xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=MAX_CACHED_NBYTES // 2)
             for info in (tokenizer_info, _without_controls(tokenizer_info, self._pieces))
@@ -160,7 +187,12 @@ class XGrammarBackend:
             message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
             message = message or "XGrammar refuses it without a reason; is a number in it too large?"
             raise RequestError(f"{grammar.kind}: {message}", param=grammar.kind) from None
-        return XGrammarCompiled(compiled, self._pieces, self._encode)
+        return XGrammarCompiled(compiled, self._pieces, self._after, self._encode)
+
+
+def _mask(allowed_V: np.ndarray) -> np.ndarray:
+    """The bits of tokens as words of a mask."""
+    return np.packbits(np.pad(allowed_V, (0, -len(allowed_V) % 32)), bitorder="little").view(np.int32)
 
 
 def _regex_text(regex: str) -> str:

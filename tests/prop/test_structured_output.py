@@ -73,15 +73,27 @@ def answers(world: World, compiled: CompiledGrammar, seed: int) -> Iterator[str]
 
 # --- regexes
 
-LITERALS = st.sampled_from([*"ab3 _,é;-\"'#&~/<", r"\.", r"\^", r"\\", r"\]", r"\-", r"\/", r"\t", r"\x41", r"\u00e9"])
+LITERALS = st.sampled_from(
+    [*"ab3 _,é;-\"'#&~/<", r"\.", r"\^", r"\\", r"\]", r"\-", r"\/", r"\t", r"\x41", r"\u00e9"]
+)
 SETS = st.sampled_from([".", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S"])
 MEMBERS = st.one_of(
     LITERALS,
-    st.sampled_from(["a-c", "0-9", " -~", r"\d", r"\W", r"\s", r"\S", r"\n", r"\b", "^", "$", ".", "[", "!-#"]),
+    st.sampled_from(
+        ["a-c", "0-9", " -~", r"\d", r"\W", r"\s", r"\S", r"\n", r"\b", "^", "$", ".", "[", "!-#"]
+    ),
 )
-CLASSES = st.tuples(
-    st.sampled_from(["", "^"]), st.lists(MEMBERS, min_size=1, max_size=3).map("".join)
-).map(lambda parts: f"[{parts[0]}{parts[1]}]")
+CLASSES = st.one_of(
+    st.lists(MEMBERS, min_size=1, max_size=3).map(lambda members: f"[{''.join(members)}]"),
+    st.lists(
+        st.one_of(LITERALS, st.sampled_from(["a-c", r"\d", r"\w", r"\s", r"\n"])), min_size=1, max_size=3
+    ).map(
+        lambda members: f"[^{''.join(members)}]"  # never empty
+    ),
+    st.sampled_from(
+        [r"[^\S]", r"[^\W]", r"[^\D]", r"[\x5ea]", r"[a\x2dc]", r"[\u005e]", "[^^]", "[[:alpha:]]"]
+    ),
+)
 REPEATS = st.sampled_from(["", "", "", "?", "*", "+", "{2}", "{0}", "{1,2}", "{1,}", "+?", "??"])
 ODD = st.sampled_from(
     ["^", "$", r"\A", r"\Z", r"\b", r"\z", r"\Q", "(?=a)", "(?!a)", "(?<=a)", "(?i)", "(?i:a)", r"\1", "++", "{2}+"]
@@ -90,14 +102,16 @@ ODD = st.sampled_from(
 
 
 def sequences(items: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    return st.lists(items, min_size=1, max_size=3).map("".join)
+    """A few of `items` behind each other, and now and then something odd between them."""
+    item = st.integers(0, 30).flatmap(lambda number: ODD if number == 17 else items)
+    return st.lists(item, min_size=1, max_size=3).map("".join)
 
 
 REPEATED = st.tuples(st.one_of(LITERALS, SETS, CLASSES), REPEATS).map("".join)
 REGEXES = st.recursive(
-    sequences(st.one_of(REPEATED, REPEATED, ODD)),
+    sequences(REPEATED),
     lambda inner: st.one_of(
-        sequences(st.one_of(inner, ODD)),
+        sequences(inner),
         st.lists(inner, min_size=2, max_size=3).map("|".join),
         st.tuples(st.sampled_from(["(", "(?:"]), inner, st.just(")"), REPEATS).map("".join),
         inner.map(lambda text: f"^{text}$"),
@@ -131,7 +145,9 @@ def test_an_answer_matches_the_regex(world: World, pattern: str, seed: int) -> N
 # --- schemas
 
 NAMES = st.sampled_from(["a", "b", "ab", "é", 'q"', "$ref", "type", "const"])
-COUNTS = st.one_of(st.integers(0, 3), st.sampled_from([-1, 2**31, 2**32, 1.0, 1.5, "1", True]))
+COUNTS = st.one_of(
+    st.integers(0, 3), st.sampled_from([0, 1, 2, 3, 3, 2, 1, 5, -1, 2**31, 2**32, 1.0, 1.5, "1", True])
+)
 BOUNDS = st.one_of(
     st.integers(-20, 20),
     st.sampled_from([-1.5, 0.1, 1e-7, 2e-7, 0.999999, 0.9999999, 3.14159265, 3.14159266, 99.99]),
@@ -141,7 +157,19 @@ VALUES = st.one_of(
     st.sampled_from([None, True, False, 0, 1, -1, 1.0, 0.1, 1.5e300, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**25]),
     st.sampled_from(["", "a", 'q"\\', "é\n", {"$ref": "#/a"}, {"a": [1, None]}, [2**64], [], {}]),
 )  # fmt: skip
-FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "regex"]
+FORMATS = [
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+    "regex",
+]
 FORMATS += ["uri-reference", "uri-template", "json-pointer", "relative-json-pointer", "binary", "x"]
 ANNOTATIONS: dict[str, st.SearchStrategy[Any]] = {
     "title": st.just("T"),
@@ -152,10 +180,12 @@ ANNOTATIONS: dict[str, st.SearchStrategy[Any]] = {
 TYPES = st.one_of(
     st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"]),
     st.lists(st.sampled_from(["string", "integer", "number", "null", "object", "array"]), max_size=2, unique=True),
-    st.sampled_from(["any", None, 3]),
+    st.sampled_from(["string", "integer", "any", None]),
 )  # fmt: skip
 KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNTS),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), COUNTS
+    ),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), BOUNDS),
     "multipleOf": st.sampled_from([2, 3, 7.0, 0.5, 0, -1, 1000, 1025, 2**40]),
     "pattern": REGEXES,
@@ -163,14 +193,23 @@ KEYWORDS: dict[str, st.SearchStrategy[Any]] = {
     "const": VALUES,
     "enum": st.lists(VALUES, max_size=3),
     "required": st.lists(NAMES, max_size=2),
-    "uniqueItems": st.booleans(),
 }
 OF_TYPE = {
     "string": ["minLength", "maxLength", "pattern", "format"],
     "integer": ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"],
     "number": ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"],
 }
-UNKNOWN = ["not", "if", "contains", "dependentRequired", "minlength", "nullable", "x-note", "$id", "additionalItems"]
+UNKNOWN = [
+    "not",
+    "if",
+    "contains",
+    "dependentRequired",
+    "minlength",
+    "nullable",
+    "x-note",
+    "$id",
+    "additionalItems",
+]
 
 
 @st.composite
@@ -181,13 +220,13 @@ def leaves(draw: st.DrawFn) -> dict[str, Any]:
     names = OF_TYPE.get(kind, ["const", "enum"] if kind == "value" else sorted(KEYWORDS))
     if kind in OF_TYPE:
         schema["type"] = draw(st.sampled_from([kind, [kind, "null"]]))
-    elif kind == "any":
+    elif kind == "any" and draw(st.booleans()):
         schema["type"] = draw(TYPES)
     for name in draw(st.lists(st.sampled_from(names), max_size=2, unique=True)):
         schema[name] = draw(KEYWORDS[name])
     for name in draw(st.lists(st.sampled_from(sorted(ANNOTATIONS)), max_size=1)):
         schema[name] = draw(ANNOTATIONS[name])
-    if draw(st.integers(0, 19)) == 0:
+    if draw(st.integers(0, 40)) == 17:
         schema[draw(st.sampled_from(UNKNOWN))] = draw(VALUES)
     return schema
 
@@ -204,12 +243,14 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
         "additionalProperties": st.one_of(st.booleans(), inner),
         "unevaluatedProperties": st.one_of(st.booleans(), inner),
         "patternProperties": st.dictionaries(REGEXES, inner, max_size=2),
-        "propertyNames": leaves(),
+        "propertyNames": leaves().map(
+            lambda names: {**names, "type": "string"} if "const" not in names else names
+        ),
         "minProperties": COUNTS,
         "maxProperties": COUNTS,
         "required": st.lists(NAMES, max_size=2),
     }.items():
-        if draw(st.integers(0, 9)) == 0:
+        if draw(st.integers(0, 12)) == 7:
             schema[name] = draw(strategy)
     return schema
 
@@ -225,32 +266,43 @@ def arrays(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
         "uniqueItems": st.booleans(),
         "items": st.one_of(st.booleans(), st.lists(inner, max_size=1)),
     }.items():
-        if draw(st.integers(0, 4)) == 0:
+        if draw(st.integers(0, 6)) == 3:
             schema[name] = draw(strategy)
     return schema
 
 
 @st.composite
 def choices_of(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
-    keyword = draw(st.sampled_from(["anyOf", "anyOf", "allOf", "oneOf"]))
-    schema: dict[str, Any] = {keyword: draw(st.lists(inner, max_size=3))}
-    if draw(st.integers(0, 3)) == 0:
+    keyword = draw(st.sampled_from(["anyOf", "anyOf", "anyOf", "allOf", "oneOf"]))
+    schema: dict[str, Any] = {
+        keyword: draw(st.lists(inner, min_size=draw(st.sampled_from([1, 1, 1, 1, 0])), max_size=2))
+    }
+    if draw(st.integers(0, 6)) == 3:
         schema["type"] = draw(TYPES)
     return schema
 
 
-REFERENCES = st.sampled_from(["#/$defs/x", "#/$defs/y", "#/$defs/y", "#/$defs/no", "#/$defs/x/items", "http://x/", "#x"])
+REFERENCES = st.sampled_from(
+    ["#/$defs/x", "#/$defs/y", "#/$defs/y", "#/$defs/no", "#/$defs/x/items", "http://x/", "#x"]
+)
 SUBSCHEMAS = st.recursive(
     st.one_of(leaves(), leaves(), st.booleans(), REFERENCES.map(lambda ref: {"$ref": ref})),
-    lambda inner: st.one_of(objects(inner), objects(inner), arrays(inner), choices_of(inner)),
+    lambda inner: st.one_of(objects(inner), arrays(inner), choices_of(inner)),
     max_leaves=4,
 )
-SCHEMAS = st.tuples(SUBSCHEMAS.filter(lambda schema: isinstance(schema, dict)), leaves(), objects(leaves())).map(
-    lambda parts: {**parts[0], **({"$defs": {"x": parts[1], "y": parts[2]}} if "$ref" in str(parts[0]) else {})}
+SCHEMAS = st.tuples(
+    SUBSCHEMAS.filter(lambda schema: isinstance(schema, dict)), leaves(), objects(leaves())
+).map(
+    lambda parts: {
+        **parts[0],
+        **({"$defs": {"x": parts[1], "y": parts[2]}} if "$ref" in str(parts[0]) else {}),
+    }
 )
 
 
-def whole_pattern(_: object, pattern: str, text: object, schema: object) -> Iterator[jsonschema.ValidationError]:
+def whole_pattern(
+    _: object, pattern: str, text: object, schema: object
+) -> Iterator[jsonschema.ValidationError]:
     if isinstance(text, str) and not is_match(pattern, text):
         yield jsonschema.ValidationError(f"{text!r} does not match {pattern!r}")
 
