@@ -166,7 +166,7 @@ def _work(
 
 
 def openai_fields(body: OpenAIBody, max_new_tokens: int, call: ForcedCall | None = None) -> DialectFields:
-    """The sampling fields whose names differ from /generate's. `response_format` is about text, not about a `call`."""
+    """The sampling fields whose names differ from /generate's. `response_format` is for text, not for a `call`."""
     return DialectFields(
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,

@@ -107,7 +107,7 @@ class CallReader:
 
 
 def _of_objects(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """The schema at `where`, of objects alone: arguments are one. Beside `$ref`, `anyOf`, ... nodes check the type."""
+    """The schema at `where`, of objects alone. Where it has `$ref`, `anyOf` or values, nodes check the type."""
     parameters = parameters or _NO_ARGUMENTS
     types = parameters.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):

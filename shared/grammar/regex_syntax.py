@@ -8,6 +8,9 @@ in. tests/prop/test_structured_output.py compares answers with `re` and `regex`.
 from __future__ import annotations
 
 import re
+from typing import Literal
+
+from shared.errors import RequestError
 
 _ESCAPE = r"""\\(?: [dDwWsS](?!-[^\]]) | [fnrtv!-/:-@\[-`{-~ ] | 0(?![0-9])
                  | (?: x | u00 ) (?!2[dD]) [0-9A-Fa-f]{2} | u(?!00|[dD][89A-Fa-f])[0-9A-Fa-f]{4} )"""
@@ -52,3 +55,13 @@ def as_written_for_xgrammar(regex: str) -> str:
         depth += {"open": 1, "close": -1}.get(kind, 0)
         at, before = part.end(), kind
     return "".join(parts)
+
+
+def regex_for_xgrammar(regex: str, kind: Literal["regex", "ebnf"]) -> str:
+    """The same, for a request whose grammar is of this kind. Raises RequestError."""
+    try:
+        return as_written_for_xgrammar(regex)
+    except ValueError as found:
+        raise RequestError(
+            f"{kind}: a regular expression with {found} cannot be enforced", param=kind
+        ) from None

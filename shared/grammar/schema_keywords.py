@@ -1,9 +1,9 @@
-"""Refuses keywords of a JSON schema that XGrammar is not known to enforce: a keyword that is not in a table is refused.
+"""Lets in the keywords of a JSON schema that XGrammar is known to enforce. A request with any other one is refused.
 
-The rules were found with XGrammar 0.2.8, and tests/unit/grammar/test_schema_keywords.py compares each one with the
-library. tests/prop/test_structured_output.py draws schemas, and checks what is generated. Two keywords are accepted although they are not enforced exactly. `oneOf` is treated as `anyOf`. A `format`
-without a grammar of its own is an annotation, as in JSON Schema. A `pattern` has to match the whole string, which
-allows less than JSON Schema does.
+The rules were found with XGrammar 0.2.8. tests/unit/grammar/test_schema_keywords.py compares each one with the library,
+and tests/prop/test_structured_output.py checks what is generated for random schemas. Two keywords are accepted although
+they are not enforced exactly. `oneOf` is treated as `anyOf`. A `format` without a grammar of its own is an annotation,
+as in JSON Schema. A `pattern` has to match the whole string, which allows less than JSON Schema does.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         LISTS_OF_SCHEMAS, (lambda v: isinstance(v, list) and bool(v), "a list that is not empty")
     ),
     **dict.fromkeys(SINGLE_SCHEMAS, (lambda v: isinstance(v, dict | bool), "a schema")),
+    "prefixItems": (
+        lambda v: isinstance(v, list) and bool(v) and all(isinstance(child, dict) for child in v),
+        "a list of schemas that are objects, and not empty",
+    ),
     "propertyNames": (
         lambda v: isinstance(v, dict) and v.get("type", "string") == "string",
         "a schema of strings",

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shared.errors import RequestError
 from shared.grammar.nesting import check_nesting
-from shared.grammar.regex_syntax import as_written_for_xgrammar
+from shared.grammar.regex_syntax import regex_for_xgrammar
 from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import Grammar
 
@@ -42,7 +42,7 @@ _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class XGrammarMatcher:
-    """A GrammarMatcher. `pieces` are the bytes of each token, `after` masks what may follow one with such a last byte."""
+    """A GrammarMatcher. `pieces` are the bytes of each token, `after` masks what may follow a last byte."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class XGrammarBackend:
                         text, max_whitespace_cnt=MAX_WHITESPACE
                     )
                 case "regex":
-                    compiled = self._compiler.compile_regex(_regex_text(grammar.text))
+                    compiled = self._compiler.compile_regex(regex_for_xgrammar(grammar.text, "regex"))
                 case "ebnf":
                     compiled = self._compiler.compile_grammar(grammar.text)
         except RuntimeError as error:
@@ -193,13 +193,6 @@ class XGrammarBackend:
 def _mask(allowed_V: np.ndarray) -> np.ndarray:
     """The bits of tokens as words of a mask."""
     return np.packbits(np.pad(allowed_V, (0, -len(allowed_V) % 32)), bitorder="little").view(np.int32)
-
-
-def _regex_text(regex: str) -> str:
-    try:
-        return as_written_for_xgrammar(regex)
-    except ValueError as found:
-        raise RequestError(f"regex: {found} cannot be enforced", param="regex") from None
 
 
 def _without_controls(info: xgrammar.TokenizerInfo, pieces: Sequence[bytes]) -> xgrammar.TokenizerInfo:

@@ -21,7 +21,6 @@ import pytest
 import regex as regex_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis_jsonschema import from_schema
 from tokenizers import Tokenizer
 
 from shared.errors import RequestError
@@ -34,7 +33,7 @@ from tests.modelzoo import EOS_TOKEN_ID, write_tokenizer
 VOCAB_SIZE = 400
 MAX_STEPS = 120
 NUM_ANSWERS = 4
-NUM_EXAMPLES = int(os.environ.get("STRUCTURED_EXAMPLES", "120"))
+NUM_EXAMPLES = int(os.environ.get("STRUCTURED_EXAMPLES", "60"))
 ENDS = ('"', "}", "]", "0", "1", "a", ":", ",", " ")
 
 
@@ -52,11 +51,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("tokenizer"))
 
 
-def answers(world: World, compiled: CompiledGrammar, seed: int) -> Iterator[str]:
+def compile_or_refuse(world: World, grammar: Grammar, message: str) -> CompiledGrammar | None:
+    """None if the node refuses the grammar, which has to be a 400 with such a message."""
+    refused = None
+    try:
+        return world.backend.compile(grammar)
+    except RequestError as error:
+        refused = error
+    assert (refused.status, refused.param) == (400, grammar.kind)
+    assert re.match(message, refused.message), refused.message
+    return None
+
+
+def answers(world: World, compiled: CompiledGrammar | None, seed: int) -> Iterator[str]:
     """The complete answers of a few random walks. Half of the steps prefer tokens that lead to an end."""
     choices = random.Random(seed)
     mask_1W = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
-    for _ in range(NUM_ANSWERS):
+    for _ in range(NUM_ANSWERS if compiled else 0):
         state, ids = GrammarState(compiled), list[int]()
         while not state.is_terminated and len(ids) < MAX_STEPS:
             mask_1W.fill(0)
@@ -97,7 +108,7 @@ CLASSES = st.one_of(
 REPEATS = st.sampled_from(["", "", "", "?", "*", "+", "{2}", "{0}", "{1,2}", "{1,}", "+?", "??"])
 ODD = st.sampled_from(
     ["^", "$", r"\A", r"\Z", r"\b", r"\z", r"\Q", "(?=a)", "(?!a)", "(?<=a)", "(?i)", "(?i:a)", r"\1", "++", "{2}+"]
-    + [r"\p{L}", r"[\p{L}]", r"\x{41}", "{", "{,2}", "[]", "[^]", "*", "{99999999999}", "(?P<n>a)", "(?<n>a)", r"\a", "|"]
+    + [r"\p{L}", r"[\p{L}]", r"\x{41}", "{", "{,2}", "[]", "[^]", "*", "{99999999999}", "(?P<n>a)", "(?<n>a)", r"\a"]
 )  # fmt: skip
 
 
@@ -133,11 +144,7 @@ def is_match(pattern: str, text: str) -> bool:
 @given(pattern=REGEXES, seed=st.integers(0, 2**32))
 @settings(max_examples=NUM_EXAMPLES)
 def test_an_answer_matches_the_regex(world: World, pattern: str, seed: int) -> None:
-    try:
-        compiled = world.backend.compile(Grammar("regex", pattern))
-    except RequestError as refused:
-        assert (refused.status, refused.param) == (400, "regex")
-        return
+    compiled = compile_or_refuse(world, Grammar("regex", pattern), r"regex: ")
     for text in answers(world, compiled, seed):
         assert is_match(pattern, text), text
 
@@ -154,7 +161,7 @@ BOUNDS = st.one_of(
     st.sampled_from([2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**25, 1e18, 1e300, "1", True]),
 )
 VALUES = st.one_of(
-    st.sampled_from([None, True, False, 0, 1, -1, 1.0, 0.1, 1.5e300, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**25]),
+    st.sampled_from([None, True, 0, -1, 1.0, 0.1, 1.5e300, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**25]),
     st.sampled_from(["", "a", 'q"\\', "é\n", {"$ref": "#/a"}, {"a": [1, None]}, [2**64], [], {}]),
 )  # fmt: skip
 FORMATS = [
@@ -307,7 +314,6 @@ def whole_pattern(
         yield jsonschema.ValidationError(f"{text!r} does not match {pattern!r}")
 
 
-CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 Judge = jsonschema.validators.extend(
     jsonschema.Draft202012Validator,
     {
@@ -318,22 +324,52 @@ Judge = jsonschema.validators.extend(
 )
 
 
-def check(world: World, schema: object, seed: int) -> bool:
-    """Whether the schema was served. Its answers are then as it says; otherwise the 400 says what is wrong where."""
-    try:
-        compiled = world.backend.compile(Grammar("json_schema", json.dumps(schema)))
-    except RequestError as refused:
-        assert (refused.status, refused.param) == (400, "json_schema")
-        assert re.match(r"json_schema: '[^']+' at #", refused.message), refused.message
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for text in answers(world, compiled, seed):
-            Judge(schema).validate(json.loads(text))
-    return True
-
-
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 @settings(max_examples=NUM_EXAMPLES)
 def test_an_answer_follows_the_schema(world: World, schema: dict[str, Any], seed: int) -> None:
-    check(world, schema, seed)
+    grammar = Grammar("json_schema", json.dumps(schema))
+    compiled = compile_or_refuse(world, grammar, r"json_schema: '[^']+' at #|json_schema: .* parser error")
+    for text in answers(world, compiled, seed):
+        Judge(schema).validate(json.loads(text))
+
+
+COMMON: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
+    (
+        {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "minimum": 0, "maximum": 99},
+                "b": {"type": ["boolean", "null"]},
+            },
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+        st.fixed_dictionaries({"a": st.integers(0, 99), "b": st.sampled_from([True, False, None])}),
+    ),
+    (
+        {"type": "array", "items": {"type": "string", "pattern": r"^[\w.]{0,2}-?\d*$"}, "maxItems": 2},
+        st.lists(st.from_regex(re.compile(r"[\w.]{0,2}-?\d*", re.ASCII), fullmatch=True), max_size=2),
+    ),
+    (
+        {"anyOf": [{"type": "integer", "multipleOf": 3}, {"enum": ["a", None, "é"]}, {"type": "string"}]},
+        st.one_of(st.integers(-99, 99).map(lambda number: 3 * number), st.none(), st.text()),
+    ),
+    (
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "additionalProperties": {"type": "number"}}}},
+        st.dictionaries(
+            st.text(), st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "values"), COMMON, ids=["object", "pattern", "choice", "free"])
+@given(data=st.data())
+@settings(max_examples=NUM_EXAMPLES // 2)
+def test_what_a_common_schema_allows_may_be_said(
+    world: World, schema: dict[str, Any], values: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    """So that nothing is enforced by forbidding too much."""
+    text = json.dumps(data.draw(values), separators=(",", ":"), sort_keys=True)
+    state = GrammarState(world.backend.compile(Grammar("json_schema", json.dumps(schema))))
+    assert all(map(state.accept, [*world.tokenizer.encode(text).ids, EOS_TOKEN_ID])), text
