@@ -1,9 +1,10 @@
 """Lets in the keywords of a JSON schema that XGrammar is known to enforce. A request with any other one is refused.
 
-The rules were found with XGrammar 0.2.8. tests/unit/grammar/test_schema_keywords.py compares each one with the library,
-and tests/prop/test_structured_output.py checks what is generated for random schemas. Two keywords are accepted although
-they are not enforced exactly. `oneOf` is treated as `anyOf`. A `format` without a grammar of its own is an annotation,
-as in JSON Schema. A `pattern` has to match the whole string, which allows less than JSON Schema does.
+The rules were found with XGrammar 0.2.8. tests/unit/grammar/test_schema_keywords.py compares each one with the
+library, and tests/prop/test_structured_output.py checks what is generated for random schemas. Two keywords are
+accepted although they are not enforced exactly. `oneOf` is treated as `anyOf`. A `format` without a grammar of its
+own is an annotation, as in JSON Schema. A `pattern` has to match the whole string, which allows less than JSON Schema
+does.
 """
 
 from __future__ import annotations
@@ -148,16 +149,12 @@ def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str
         yield path, keyword, why
     if path != "#" and "$id" in schema:
         yield path, "$id", " but at the root, since it is the base of references"
-    for keyword in MAPS_OF_SCHEMAS:
-        for name, child in schema.get(keyword, {}).items():
+    for keyword in (*MAPS_OF_SCHEMAS, *LISTS_OF_SCHEMAS):
+        children = schema.get(keyword, {})
+        for name, child in children.items() if isinstance(children, dict) else enumerate(children):
             if not isinstance(child, dict) and child is not True:
                 yield f"{path}/{keyword}/{name}", keyword, _expected("a schema that allows something", child)
             yield from _ignored(child, f"{path}/{keyword}/{name}", root)
-    for keyword in LISTS_OF_SCHEMAS:
-        for at, child in enumerate(schema.get(keyword, [])):
-            if not isinstance(child, dict) and child is not True:
-                yield f"{path}/{keyword}/{at}", keyword, _expected("a schema that allows something", child)
-            yield from _ignored(child, f"{path}/{keyword}/{at}", root)
     for keyword in SINGLE_SCHEMAS:
         yield from _ignored(schema.get(keyword), f"{path}/{keyword}", root)
     if "propertyNames" in schema:

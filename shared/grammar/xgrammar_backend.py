@@ -34,6 +34,8 @@ SPACES = ("\u2581", "\u0120")
 """A space in sentencepiece and in byte-level vocabularies."""
 
 Encode = Callable[[str], list[int]]
+Masks = Mapping[bytes, np.ndarray]
+"""Words of a mask for a last byte: what may follow it. Bytes that are not there are followed by anything."""
 
 _NO_UTF8 = {0xE0: (0x80, 0xA0), 0xED: (0xA0, 0xC0), 0xF0: (0x80, 0x90)}
 """First bytes of a character, and the second bytes that XGrammar allows there although UTF-8 does not."""
@@ -45,11 +47,7 @@ class XGrammarMatcher:
     """A GrammarMatcher. `pieces` are the bytes of each token, `after` masks what may follow a last byte."""
 
     def __init__(
-        self,
-        compiled: xgrammar.CompiledGrammar,
-        pieces: Sequence[bytes],
-        after: Mapping[bytes, np.ndarray],
-        encode: Encode,
+        self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], after: Masks, encode: Encode
     ) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._after = after
@@ -126,11 +124,7 @@ class XGrammarCompiled:
     """A CompiledGrammar of XGrammar."""
 
     def __init__(
-        self,
-        compiled: xgrammar.CompiledGrammar,
-        pieces: Sequence[bytes],
-        after: Mapping[bytes, np.ndarray],
-        encode: Encode,
+        self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], after: Masks, encode: Encode
     ) -> None:
         self._compiled = compiled
         self._pieces = pieces
