@@ -1,8 +1,8 @@
 """Which regular expressions XGrammar follows as Python's `re` reads them, with `re.ASCII`, on the whole text.
 
 XGrammar 0.2.8 ignores anchors that are not at an end and some lookaheads. It takes unknown escapes for letters, reads
-`a{2}+` as two repetitions, and a class that begins with an escaped ^ as its opposite. So only the syntax below is let
-in. tests/prop/test_structured_output.py compares answers with `re` and `regex`.
+`a{2}+` as two repetitions and `\\x41b` as one character, and a class that begins with an escaped ^ as its opposite. So
+only the syntax below is let in. tests/prop/test_structured_output.py compares answers with `re` and `regex`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ESCAPE = r"""\\(?: [dDwWsS](?!-[^\]]) | [fnrtv!-/:-@\[-`{-~ ] | 0(?![0-9])
                  | (?: x | u00 ) (?!2[dD]) [0-9A-Fa-f]{2} | u(?!00|[dD][89A-Fa-f])[0-9A-Fa-f]{4} )"""
 _PART = re.compile(
     rf"""
-      (?P<class> \[ \^?+ (?! \] | \\(?:\^|x5[eE]|u005[eE]) ) (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} )++ \] )
+      (?P<class> \[ \^?+ (?! \] | \\(?:\^|x5[eE]|u005[eE]) ) (?: (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} ) (?!-\\[dDwWsS]) )++ \] )
     | (?P<atom> [^\\^$|?*+()\[{{] | {_ESCAPE} )
     | (?P<repeat> (?: [?*+] | \{{ [0-9]{{1,5}} (?: ,[0-9]{{0,5}} )? \}} ) \?? )
     | (?P<open> \( (?: \?: | \?P?<[A-Za-z_][A-Za-z0-9_]*> | (?!\?) ) )
@@ -25,7 +25,7 @@ _PART = re.compile(
     re.VERBOSE,
 )
 _WRITTEN = {".": r"[^\n]", r"\s": r"[ \t-\r]"}
-_WRITTEN_IN_CLASS = {r"\s": r" \t-\r", r"\S": r"\x00-\x08\x0e-\x1f!-\u{10ffff}"}
+_WRITTEN_IN_CLASS = {r"\s": r" \t-\r", r"\S": r"\u0000-\u0008\u000e-\u001f!-\u{10ffff}", r"\x": r"\u00"}
 _IN_CLASS = re.compile(r"\\.", re.DOTALL)
 
 
@@ -51,6 +51,7 @@ def as_written_for_xgrammar(regex: str) -> str:
         text = part[0]
         if kind == "class":
             text = _IN_CLASS.sub(lambda escape: _WRITTEN_IN_CLASS.get(escape[0], escape[0]), text)
+        text = text.replace(r"\x", r"\u00") if kind == "atom" else text
         parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
         depth += {"open": 1, "close": -1}.get(kind, 0)
         at, before = part.end(), kind

@@ -40,9 +40,9 @@ _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "
 _CONSTRAINTS = (*_ENFORCED_ALONE, *_IMPLY_TYPE, *_NEED_TYPE)
 _FORMATS = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
-    *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    *("uri", "uri-reference", "uri-template"),
 )
-_MAY_BE_EMPTY = ("uri-reference", "uri-template", "json-pointer")
+_MAY_BE_EMPTY = ("uri-reference", "uri-template")
 """Formats that allow the empty string. All others keep to a `minLength` of 1."""
 _ANNOTATIONS = (
     *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -92,7 +92,11 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         _COUNTS, (lambda v: type(v) is int and 0 <= v < 2**31, "an integer from 0 to 2147483647")
     ),
     **dict.fromkeys(_RANGE, (_is_number, "a number between -2^63 and 2^63")),
-    **dict.fromkeys(("pattern", "format", "$ref"), (lambda v: isinstance(v, str), "a string")),
+    "format": (
+        lambda v: isinstance(v, str) and v not in ("json-pointer", "relative-json-pointer"),
+        "a string, but not a pointer, in which XGrammar writes quotes and control characters",
+    ),
+    **dict.fromkeys(("pattern", "$ref"), (lambda v: isinstance(v, str), "a string")),
     **dict.fromkeys(MAPS_OF_SCHEMAS, (lambda v: isinstance(v, dict), "an object")),
     **dict.fromkeys(
         LISTS_OF_SCHEMAS, (lambda v: isinstance(v, list) and bool(v), "a list that is not empty")

@@ -91,7 +91,7 @@ SETS = st.sampled_from([".", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S"])
 MEMBERS = st.one_of(
     LITERALS,
     st.sampled_from(
-        ["a-c", "0-9", " -~", r"\d", r"\W", r"\s", r"\S", r"\n", r"\b", "^", "$", ".", "[", "!-#"]
+        ["a-c", "0-9", " -~", r"\d", r"\W", r"\s", r"\S", r"\n", r"\b", "b^", "$", ".", "[", "!-#"]
     ),
 )
 CLASSES = st.one_of(

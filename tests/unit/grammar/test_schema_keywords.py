@@ -102,6 +102,8 @@ DROPPED_TEXTS: list[tuple[str, str, object, str]] = [
     ("const", "#", {"const": {"a": [-(2**63) - 1]}}, '{"a":[-9.2233720368547758e+18]}'),
     ("enum", "#", {"enum": [1, 2**63]}, "9.2233720368547758e+18"),
     ("anyOf", "#", {"anyOf": []}, ""),
+    ("format", "#", {"type": "string", "format": "json-pointer"}, '"/\t"'),
+    ("format", "#/items", {"type": "array", "items": {"type": "string", "format": "relative-json-pointer"}}, '["0/"0"]'),
     ("propertyNames", "#", {"type": "object", "propertyNames": {"type": ["string", "null"]}}, "{null: 1}"),
     ("pattern", "#", {"type": "string", "pattern": "^[\t]$"}, '"\t"'),
     ("pattern", "#", {"type": "string", "pattern": r"^[\x22]$"}, '"""'),
