@@ -1,8 +1,8 @@
 """Which regular expressions XGrammar follows as Python's `re` reads them, with `re.ASCII`, on the whole text.
 
 XGrammar 0.2.8 ignores anchors that are not at an end and some lookaheads. It takes unknown escapes for letters, reads
-`a{2}+` as two repetitions and `\\x41b` as one character, and a class that begins with an escaped ^ as its opposite. So
-only the syntax below is let in. tests/prop/test_structured_output.py compares answers with `re` and `regex`.
+`a{2}+` as two repetitions and `\\x41b` as one character, and a class that begins with an escaped ^ as its opposite.
+So only the syntax below is let in. tests/prop/test_structured_output.py compares answers with `re` and `regex`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _ESCAPE = r"""\\(?: [dDwWsS](?!-[^\]]) | [fnrtv!-/:-@\[-`{-~ ] | 0(?![0-9])
                  | (?: x | u00 ) (?!2[dD]) [0-9A-Fa-f]{2} | u(?!00|[dD][89A-Fa-f])[0-9A-Fa-f]{4} )"""
 _PART = re.compile(
     rf"""
-      (?P<class> \[ \^?+ (?! \] | \\(?:\^|x5[eE]|u005[eE]) ) (?: (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} ) (?!-\\[dDwWsS]) )++ \] )
+      (?P<class> \[ \^?+ (?! \] | \\(?:\^|x5[eE]|u005[eE]) )
+          (?: (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} ) (?!-\\[dDwWsS]) )++ \] )
     | (?P<atom> [^\\^$|?*+()\[{{] | {_ESCAPE} )
     | (?P<repeat> (?: [?*+] | \{{ [0-9]{{1,5}} (?: ,[0-9]{{0,5}} )? \}} ) \?? )
     | (?P<open> \( (?: \?: | \?P?<[A-Za-z_][A-Za-z0-9_]*> | (?!\?) ) )

@@ -46,7 +46,7 @@ _MAY_BE_EMPTY = ("uri-reference", "uri-template")
 """Formats that allow the empty string. All others keep to a `minLength` of 1."""
 _ANNOTATIONS = (
     *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "discriminator", "nullable"),
+    *("$schema", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "discriminator", "nullable"),
     *("contentEncoding", "contentMediaType", "contentSchema"),
 )
 """Keywords that constrain nothing, like all that begin with `x-`. `nullable` is OpenAPI's: null is never given."""
@@ -96,7 +96,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, str) and v not in ("json-pointer", "relative-json-pointer"),
         "a string, but not a pointer, in which XGrammar writes quotes and control characters",
     ),
-    **dict.fromkeys(("pattern", "$ref"), (lambda v: isinstance(v, str), "a string")),
+    **dict.fromkeys(("pattern", "$ref", "$id"), (lambda v: isinstance(v, str), "a string")),
     **dict.fromkeys(MAPS_OF_SCHEMAS, (lambda v: isinstance(v, dict), "an object")),
     **dict.fromkeys(
         LISTS_OF_SCHEMAS, (lambda v: isinstance(v, list) and bool(v), "a list that is not empty")

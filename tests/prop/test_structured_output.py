@@ -25,7 +25,6 @@ from tokenizers import Tokenizer
 
 from shared.errors import RequestError
 from shared.grammar.backend import CompiledGrammar
-from shared.grammar.state import GrammarState
 from shared.grammar.xgrammar_backend import XGrammarBackend
 from shared.protocol.sampling_params import Grammar
 from tests.modelzoo import EOS_TOKEN_ID, write_tokenizer
@@ -68,7 +67,7 @@ def answers(world: World, compiled: CompiledGrammar | None, seed: int) -> Iterat
     choices = random.Random(seed)
     mask_1W = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
     for _ in range(NUM_ANSWERS if compiled else 0):
-        state, ids = GrammarState(compiled), list[int]()
+        state, ids = compiled.new_matcher(), list[int]()
         while not state.is_terminated and len(ids) < MAX_STEPS:
             mask_1W.fill(0)
             state.fill_mask(mask_1W, 0)
@@ -371,5 +370,5 @@ def test_what_a_common_schema_allows_may_be_said(
 ) -> None:
     """So that nothing is enforced by forbidding too much."""
     text = json.dumps(data.draw(values), separators=(",", ":"), sort_keys=True)
-    state = GrammarState(world.backend.compile(Grammar("json_schema", json.dumps(schema))))
+    state = world.backend.compile(Grammar("json_schema", json.dumps(schema))).new_matcher()
     assert all(map(state.accept, [*world.tokenizer.encode(text).ids, EOS_TOKEN_ID])), text
