@@ -6,6 +6,7 @@ This file is imported when the first grammar is compiled. The library imports tr
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from shared.protocol.sampling_params import Grammar
 MAX_WHITESPACE = 64
 """Most spaces between two elements of JSON. Without a bound, a weak model may generate spaces for ever."""
 MAX_CACHED_NBYTES = 256 << 20
-"""Size of the library's LRU caches of compiled grammars."""
+"""Size of the compiled grammars that are kept, those used last. The library's own cache is off, since it takes masks
+from other grammars: what a grammar allows would depend on what was compiled before."""
 MAX_MESSAGE_CHARS = 500
 MAX_FORCED_BYTES = 256
 """Longest text that `forced_tokens` returns at once. A longer one is forced in several parts."""
@@ -131,6 +133,7 @@ class XGrammarCompiled:
         self._after = after
         self._encode = encode
         self.vocab_size = int(compiled.tokenizer_info.vocab_size)
+        self.nbytes = int(compiled.memory_size_bytes)
 
     def new_matcher(self) -> XGrammarMatcher:
         """Return a matcher at the beginning of the grammar."""
@@ -143,13 +146,15 @@ class XGrammarBackend:
     def __init__(self, tokenizer_info: xgrammar.TokenizerInfo, encode: Encode) -> None:
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
+        self._kept: dict[Grammar, XGrammarCompiled] = {}
+        self._lock = threading.Lock()
         first_V = np.array([piece[0] if piece else 0 for piece in self._pieces])
         self._after = {
             bytes([lead]): _mask((first_V < low) | (first_V >= high))
             for lead, (low, high) in _NO_UTF8.items()
         }
         self._compiler, self._json_compiler = (
-            xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=MAX_CACHED_NBYTES // 2)
+            xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
             for info in (tokenizer_info, _without_controls(tokenizer_info, self._pieces))
         )
 
@@ -163,7 +168,17 @@ class XGrammarBackend:
         return cls(tokenizer_info(tokenizer, vocab_size, eos_token_ids), continuation_encoder(tokenizer))
 
     def compile(self, grammar: Grammar) -> XGrammarCompiled:
-        """Check and compile a grammar. Raises RequestError with the message of the compiler."""
+        """Check and compile a grammar, or take it from the cache. Raises RequestError with the compiler's message."""
+        with self._lock:
+            kept = self._kept.pop(grammar, None)
+        compiled = kept or self._compile(grammar)
+        with self._lock:
+            self._kept[grammar] = compiled  # the last one, as it was used last
+            while sum(each.nbytes for each in self._kept.values()) > MAX_CACHED_NBYTES:
+                del self._kept[next(iter(self._kept))]
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> XGrammarCompiled:
         check_nesting(grammar)
         try:
             match grammar.kind:

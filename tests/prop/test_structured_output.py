@@ -76,7 +76,7 @@ def answers(world: World, compiled: CompiledGrammar | None, seed: int) -> Iterat
             [found] = np.nonzero(short if short.any() and choices.random() < 0.5 else allowed)
             assert found.size, f"a dead end behind {world.tokenizer.decode(ids)!r}"
             ids.append(int(choices.choice(found.tolist())))
-            assert state.accept(ids[-1])
+            assert state.accept(ids[-1]), f"the mask allowed {ids[-1]} behind {ids[:-1]}"
         if state.is_terminated:
             yield world.tokenizer.decode(ids[:-1])
 

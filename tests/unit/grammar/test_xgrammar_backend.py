@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shared.errors import RequestError
+from shared.grammar import xgrammar_backend
 from shared.grammar.nesting import MAX_SCHEMA_DEPTH
 from shared.grammar.xgrammar_backend import MAX_WHITESPACE, XGrammarBackend
 from shared.model.files import resolve_model
@@ -145,6 +146,28 @@ def test_a_regex_means_what_it_means_to_re(
 ) -> None:
     assert accepts(backend, Grammar("regex", regex), encode(good))
     assert not accepts(backend, Grammar("regex", regex), encode(bad))
+
+
+def test_a_mask_does_not_depend_on_what_was_compiled_before(folder: Path) -> None:
+    """XGrammar's own cache gives the second of these the mask of the first."""
+    backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    empty = {"type": "object", "properties": {}}
+    backend.compile(Grammar("json_schema", json.dumps({"anyOf": [{"type": "object"}, empty]})))
+    compiled = backend.compile(
+        Grammar("json_schema", json.dumps({"anyOf": [{"type": "array", "items": True}, empty]}))
+    )
+    assert all(compiled.new_matcher().accept(token_id) for token_id in allowed(compiled.new_matcher()))
+
+
+def test_compiled_grammars_are_kept_up_to_a_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    first, second, third = (Grammar("regex", f"{letter}+") for letter in "abc")
+    compiled = [backend.compile(grammar) for grammar in (first, second)]
+    assert [backend.compile(second), backend.compile(first)] == compiled[::-1]
+    monkeypatch.setattr(xgrammar_backend, "MAX_CACHED_NBYTES", 2 * compiled[0].nbytes)
+    backend.compile(third)
+    assert backend.compile(first) is compiled[0]
+    assert backend.compile(second) is not compiled[1]
 
 
 def test_whitespace_is_bounded(backend: XGrammarBackend, encode: Callable[[str], list[int]]) -> None:
