@@ -26,8 +26,16 @@ _PART = re.compile(
     re.VERBOSE,
 )
 _WRITTEN = {".": r"[^\n]", r"\s": r"[ \t-\r]"}
-_WRITTEN_IN_CLASS = {r"\s": r" \t-\r", r"\S": r"\u0000-\u0008\u000e-\u001f!-\u{10ffff}", r"\x": r"\u00"}
-_IN_CLASS = re.compile(r"\\.", re.DOTALL)
+_WRITTEN_IN_CLASS = {r"\s": r" \t-\r", r"\S": r"\u0000-\u0008\u000e-\u001f!-\u{10ffff}"}
+_IN_CLASS = re.compile(r"\\x..|\\u00..|\\.", re.DOTALL)
+
+
+def _escape_in_class(escape: str) -> str:
+    """XGrammar takes a hex digit behind some escapes for a part of them, so these are written as the character."""
+    code = int(escape[-2:], 16) if len(escape) > 2 else 0
+    if 0 < code < 0x20 or code >= 0x7F:
+        return chr(code)
+    return _WRITTEN_IN_CLASS.get(escape, escape.replace(r"\x", r"\u00"))
 
 
 def as_written_for_xgrammar(regex: str) -> str:
@@ -51,7 +59,7 @@ def as_written_for_xgrammar(regex: str) -> str:
             raise ValueError(f"{regex[at : at + 10]!r} at character {at}")
         text = part[0]
         if kind == "class":
-            text = _IN_CLASS.sub(lambda escape: _WRITTEN_IN_CLASS.get(escape[0], escape[0]), text)
+            text = _IN_CLASS.sub(lambda escape: _escape_in_class(escape[0]), text)
         text = text.replace(r"\x", r"\u00") if kind == "atom" else text
         parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
         depth += {"open": 1, "close": -1}.get(kind, 0)
