@@ -52,6 +52,10 @@ class ResponseFormat(Body):
     json_schema: Annotated[
         NamedSchema | None, Field(description="The schema, where `type` is json_schema.")
     ] = None
+    object_schema: Annotated[
+        JsonSchema,
+        Field(alias="schema", description="The schema, where `type` is json_object; any by default."),
+    ] = None
 
 
 class OpenAIBody(SamplingBody):

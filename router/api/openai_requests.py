@@ -122,7 +122,7 @@ async def read_chat(
     call = _forced_call(body)
     given = (body.max_completion_tokens, body.max_tokens)
     max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
-    own = openai_fields(body, max_new_tokens, call.grammar if call else None)
+    own = openai_fields(body, max_new_tokens, call)
     params, options = read_sampling(body, own, model.vocab_size, limits)
     limits.check_batch_size("n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, headers), "chatcmpl-", 1, batched=False)
@@ -168,15 +168,15 @@ def _work(
     )
 
 
-def openai_fields(body: OpenAIBody, max_new_tokens: int, *grammars: AskedGrammar | None) -> DialectFields:
-    """The sampling fields whose names differ from /generate's, and `grammars` that no sampling field asks for."""
+def openai_fields(body: OpenAIBody, max_new_tokens: int, call: ForcedCall | None = None) -> DialectFields:
+    """The sampling fields whose names differ from /generate's. `response_format` is for text, not for a `call`."""
     return DialectFields(
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         min_new_tokens_name="min_tokens",
         seed=body.seed,
         no_stop_trim=body.no_stop_trim or body.include_stop_str_in_output,
-        grammars=(_format_grammar("response_format", body.response_format), *grammars),
+        grammars=(call.grammar if call else _format_grammar("response_format", body.response_format),),
     )
 
 
@@ -185,7 +185,7 @@ def _format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | 
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
-        return AskedGrammar(field, _ANY_OBJECT)
+        return schema_grammar(f"{field}.schema", asked.object_schema) or AskedGrammar(field, _ANY_OBJECT)
     field = f"{field}.json_schema.schema"
     found = schema_grammar(field, asked.json_schema.json_schema if asked.json_schema else None)
     if found is None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router.api.openai_answers import FunctionCall, ToolCall
+from router.http.wording import wrong
 from router.request.sampling import AskedGrammar, schema_grammar
+from shared.grammar.schema_keywords import LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, SINGLE_SCHEMAS
 
 _ENVELOPE = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -30,17 +32,24 @@ class ForcedCall:
 
     @classmethod
     def named(cls, name: str, parameters: Mapping[str, Any] | None, where: str) -> ForcedCall:
-        """A call whose text is the arguments of this function. `where` is the path of `parameters` in the request."""
-        grammar = schema_grammar(where, dict(parameters or _NO_ARGUMENTS))
+        """A call whose text is the arguments of this function. `where` is the path of `parameters` in the request.
+
+        Raises RequestError where the parameters allow no object.
+        """
+        grammar = schema_grammar(where, _of_objects(parameters, where))
         return cls(name=name, grammar=grammar, finish_reason="stop")
 
     @classmethod
     def any_of(cls, functions: Mapping[str, Mapping[str, Any] | None], where: str) -> ForcedCall:
-        """A call of one of these functions, whose text is `{"name": ..., "arguments": {...}}`."""
+        """A call of one of these functions, whose text is `{"name": ..., "arguments": {...}}`.
+
+        `where` is the path of the tools in the request. Raises RequestError where parameters allow no object.
+        """
         calls, parameters = [], {}
         for at, (name, schema) in enumerate(functions.items()):
             place = f"#/$defs/tool_{at}"
-            parameters[f"tool_{at}"] = _moved(schema or _NO_ARGUMENTS, place)
+            schema = _of_objects(schema, f"{where}[{at}].function.parameters")
+            parameters[f"tool_{at}"] = _moved(schema, place)
             properties = {"name": {"const": name}, "arguments": {"$ref": place}}
             calls.append(
                 {
@@ -97,18 +106,30 @@ class CallReader:
         return added
 
 
+def _of_objects(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """The schema at `where`, of objects alone. Where it has `$ref`, `anyOf` or values, nodes check the type."""
+    parameters = parameters or _NO_ARGUMENTS
+    types = parameters.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise wrong(f"{where}.type", "'object', since arguments are an object", types)
+    return {**parameters, "type": "object"}
+
+
 def _moved(schema: Any, place: str) -> Any:
     """The schema with its references to itself changed for its new `place` in another schema."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: place + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for key, value in schema.items()
-    }
+    moved = dict(schema)
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[keyword] = place + value[1:]
+        elif keyword in MAPS_OF_SCHEMAS and isinstance(value, dict):
+            moved[keyword] = {name: _moved(child, place) for name, child in value.items()}
+        elif keyword in LISTS_OF_SCHEMAS and isinstance(value, list):
+            moved[keyword] = [_moved(child, place) for child in value]
+        elif keyword in SINGLE_SCHEMAS:
+            moved[keyword] = _moved(value, place)
+    return moved
 
 
 def _is_json(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Compiles grammars on threads of their own, beside the scheduler's loop. The grammar library caches the results."""
+"""Compiles grammars on threads of their own, beside the scheduler's loop. The backend keeps the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Limits the nesting of a grammar's text. XGrammar recurses once for each level and has no limit of its own."""
+"""Limits the nesting of a grammar's text. XGrammar recurses once for each level and has no limit of its own.
+
+The regular expressions of EBNF are checked here too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from shared.errors import RequestError
+from shared.grammar.regex_syntax import regex_for_xgrammar
 from shared.protocol.sampling_params import Grammar
 
 MAX_SCHEMA_DEPTH = 256
@@ -29,7 +33,10 @@ _EBNF_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-
 
 
 def check_nesting(grammar: Grammar) -> None:
-    """Raise RequestError for a text that nests deeper than the limits above, and for a schema that is not JSON."""
+    """Raise RequestError for a text that nests deeper than the limits above, and for a schema that is not JSON.
+
+    Also for a Regex() of EBNF that XGrammar would change.
+    """
     regexes: Iterable[str]
     match grammar.kind:
         case "json_schema":
@@ -44,6 +51,8 @@ def check_nesting(grammar: Grammar) -> None:
             raise RequestError(
                 f"{grammar.kind}: {what} nested deeper than {MAX_REGEX_DEPTH} levels", param=grammar.kind
             )
+        if grammar.kind == "ebnf":
+            regex_for_xgrammar(regex, "ebnf")
 
 
 def regex_depth(regex: str) -> int:

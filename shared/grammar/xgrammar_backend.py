@@ -6,7 +6,8 @@ This file is imported when the first grammar is compiled. The library imports tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,15 @@ from transformers import PreTrainedTokenizerFast
 
 from shared.errors import RequestError
 from shared.grammar.nesting import check_nesting
+from shared.grammar.regex_syntax import regex_for_xgrammar
 from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import Grammar
 
 MAX_WHITESPACE = 64
 """Most spaces between two elements of JSON. Without a bound, a weak model may generate spaces for ever."""
 MAX_CACHED_NBYTES = 256 << 20
-"""Size of the library's LRU cache of compiled grammars."""
+"""Size of the compiled grammars that are kept, those used last. The library's own cache is off, since it takes masks
+from other grammars: what a grammar allows would depend on what was compiled before."""
 MAX_MESSAGE_CHARS = 500
 MAX_FORCED_BYTES = 256
 """Longest text that `forced_tokens` returns at once. A longer one is forced in several parts."""
@@ -33,15 +36,24 @@ SPACES = ("\u2581", "\u0120")
 """A space in sentencepiece and in byte-level vocabularies."""
 
 Encode = Callable[[str], list[int]]
+Masks = Mapping[bytes, np.ndarray]
+"""Words of a mask for a last byte: what may follow it. Bytes that are not there are followed by anything."""
 
+_NO_UTF8 = {0xE0: (0x80, 0xA0), 0xED: (0xA0, 0xC0), 0xF0: (0x80, 0x90)}
+"""First bytes of a character, and the second bytes that XGrammar allows there although UTF-8 does not."""
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class XGrammarMatcher:
-    """A GrammarMatcher. `pieces` are the bytes of each token."""
+    """A GrammarMatcher. `pieces` are the bytes of each token, `after` masks what may follow a last byte."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], encode: Encode) -> None:
+    def __init__(
+        self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], after: Masks, encode: Encode
+    ) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._after = after
+        self._last_byte = b""
         self._ends = frozenset(self._matcher.stop_token_ids)
         self._pieces = pieces
         self._encode = encode
@@ -56,7 +68,10 @@ class XGrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """Advance by one token, unless the grammar does not allow it."""
         self._mask_W = None
-        return not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
+        is_accepted = not self._matcher.is_terminated() and bool(self._matcher.accept_token(token_id))
+        if is_accepted:
+            self._last_byte = self._pieces[token_id][-1:]
+        return is_accepted
 
     def fill_mask(self, mask_GW: np.ndarray, row: int) -> None:
         """Write which tokens may come next."""
@@ -64,6 +79,8 @@ class XGrammarMatcher:
             self._matcher.fill_next_token_bitmask(mask_GW, row)
         else:
             mask_GW[row] = self._mask_W
+        if self._last_byte in self._after:
+            mask_GW[row] &= self._after[self._last_byte]
 
     def forced_tokens(self) -> list[int]:
         """Tokenize the text that must come next, up to MAX_FORCED_BYTES of it.
@@ -108,15 +125,19 @@ class XGrammarMatcher:
 class XGrammarCompiled:
     """A CompiledGrammar of XGrammar."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], encode: Encode) -> None:
+    def __init__(
+        self, compiled: xgrammar.CompiledGrammar, pieces: Sequence[bytes], after: Masks, encode: Encode
+    ) -> None:
         self._compiled = compiled
         self._pieces = pieces
+        self._after = after
         self._encode = encode
         self.vocab_size = int(compiled.tokenizer_info.vocab_size)
+        self.nbytes = int(compiled.memory_size_bytes)
 
     def new_matcher(self) -> XGrammarMatcher:
         """Return a matcher at the beginning of the grammar."""
-        return XGrammarMatcher(self._compiled, self._pieces, self._encode)
+        return XGrammarMatcher(self._compiled, self._pieces, self._after, self._encode)
 
 
 class XGrammarBackend:
@@ -125,8 +146,16 @@ class XGrammarBackend:
     def __init__(self, tokenizer_info: xgrammar.TokenizerInfo, encode: Encode) -> None:
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
-        self._compiler = xgrammar.GrammarCompiler(
-            tokenizer_info, max_threads=1, cache_limit_bytes=MAX_CACHED_NBYTES
+        self._kept: dict[Grammar, XGrammarCompiled] = {}
+        self._lock = threading.Lock()
+        first_V = np.array([piece[0] if piece else 0 for piece in self._pieces])
+        self._after = {
+            bytes([lead]): _mask((first_V < low) | (first_V >= high))
+            for lead, (low, high) in _NO_UTF8.items()
+        }
+        self._compiler, self._json_compiler = (
+            xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            for info in (tokenizer_info, _without_controls(tokenizer_info, self._pieces))
         )
 
     @classmethod
@@ -139,17 +168,27 @@ class XGrammarBackend:
         return cls(tokenizer_info(tokenizer, vocab_size, eos_token_ids), continuation_encoder(tokenizer))
 
     def compile(self, grammar: Grammar) -> XGrammarCompiled:
-        """Check and compile a grammar. Raises RequestError with the message of the compiler."""
+        """Check and compile a grammar, or take it from the cache. Raises RequestError with the compiler's message."""
+        with self._lock:
+            kept = self._kept.pop(grammar, None)
+        compiled = kept or self._compile(grammar)
+        with self._lock:
+            self._kept[grammar] = compiled  # the last one, as it was used last
+            while sum(each.nbytes for each in self._kept.values()) > MAX_CACHED_NBYTES:
+                del self._kept[next(iter(self._kept))]
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> XGrammarCompiled:
         check_nesting(grammar)
         try:
             match grammar.kind:
                 case "json_schema":
-                    check_keywords(grammar.text)
-                    compiled = self._compiler.compile_json_schema(
-                        grammar.text, max_whitespace_cnt=MAX_WHITESPACE
+                    text = check_keywords(grammar.text)
+                    compiled = self._json_compiler.compile_json_schema(
+                        text, max_whitespace_cnt=MAX_WHITESPACE
                     )
                 case "regex":
-                    compiled = self._compiler.compile_regex(grammar.text)
+                    compiled = self._compiler.compile_regex(regex_for_xgrammar(grammar.text, "regex"))
                 case "ebnf":
                     compiled = self._compiler.compile_grammar(grammar.text)
         except RuntimeError as error:
@@ -157,7 +196,26 @@ class XGrammarBackend:
             message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
             message = message or "XGrammar refuses it without a reason; is a number in it too large?"
             raise RequestError(f"{grammar.kind}: {message}", param=grammar.kind) from None
-        return XGrammarCompiled(compiled, self._pieces, self._encode)
+        return XGrammarCompiled(compiled, self._pieces, self._after, self._encode)
+
+
+def _mask(allowed_V: np.ndarray) -> np.ndarray:
+    """The bits of tokens as words of a mask."""
+    return np.packbits(np.pad(allowed_V, (0, -len(allowed_V) % 32)), bitorder="little").view(np.int32)
+
+
+def _without_controls(info: xgrammar.TokenizerInfo, pieces: Sequence[bytes]) -> xgrammar.TokenizerInfo:
+    """The tokens that may be part of JSON: none with a control character but line breaks.
+
+    XGrammar lets control characters into strings with `minLength` or `maxLength`, where JSON forbids them.
+    """
+    return xgrammar.TokenizerInfo(
+        [b"" if _CONTROL.search(piece) else piece for piece in pieces],
+        xgrammar.VocabType.RAW,
+        vocab_size=info.vocab_size,
+        stop_token_ids=info.stop_token_ids,
+        add_prefix_space=info.add_prefix_space,
+    )
 
 
 def tokenizer_info(

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shared.errors import RequestError
+from shared.grammar import xgrammar_backend
 from shared.grammar.nesting import MAX_SCHEMA_DEPTH
 from shared.grammar.xgrammar_backend import MAX_WHITESPACE, XGrammarBackend
 from shared.model.files import resolve_model
@@ -87,6 +89,93 @@ def test_special_tokens_and_ids_without_a_token_are_no_text(backend: XGrammarBac
     assert accepts(backend, Grammar("regex", "<.*"), [ord(c) - 33 + 3 for c in IM_START])
 
 
+@pytest.mark.parametrize("control", ["\t", "\x00", "\x1f"])
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 1}, {"type": "string"}],
+    ids=str,
+)
+def test_json_has_no_control_characters(
+    backend: XGrammarBackend, encode: Callable[[str], list[int]], schema: object, control: str
+) -> None:
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert accepts(backend, grammar, encode('"ab"'))
+    assert not accepts(backend, grammar, encode(f'"a{control}"'))
+    assert accepts(backend, Grammar("regex", r"a[\x00-\x1f]"), encode(f"a{control}"))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar("regex", "[^a]"), Grammar("json_schema", '{"type": "string", "pattern": "^.$"}')],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("lead", "forbidden", "right"), [(0xE0, 0x9F, 0xA0), (0xED, 0xA0, 0x9F), (0xF0, 0x8F, 0x90)]
+)
+def test_no_bytes_that_are_not_utf_8(
+    backend: XGrammarBackend, folder: Path, grammar: Grammar, lead: int, forbidden: int, right: int
+) -> None:
+    """Of a surrogate, or of a character in more bytes than it needs. Their text would be three characters U+FFFD."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    letters = bytes_to_unicode()
+    token_of = {byte: tokenizer.token_to_id(letters[byte]) for byte in (lead, forbidden, right, ord('"'))}
+    matcher = backend.compile(grammar).new_matcher()
+    assert grammar.kind == "regex" or matcher.accept(token_of[ord('"')])
+    assert matcher.accept(token_of[lead])
+    found = allowed(matcher)
+    assert token_of[forbidden] not in found
+    assert token_of[right] in found
+
+
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [
+        (".", "a", "\n"),
+        (r"\s", "\t", "\u00a0"),
+        (r"[^\S]", " ", "\u00a0"),
+        (r"[\S]", "\u00a0", "\n"),
+        (r"\S", "é", " "),
+        (r"[\s\S]", "\n", ""),
+        (r"\x41b", "Ab", "\u041b"),
+        (r"[\x41b]", "A", "\u041b"),
+        (r"[\xe9a]", "é", "\u0e9a"),
+        (r"[\u00e93]", "3", "\u0e93"),
+        (r"[^\x01a]", "b", "a"),
+        (r"[\x00b]", "b", "c"),
+        (r"[\u4e00-\u9fa5a]", "a", "b"),
+        (r"[\xc0-\xffa]", "é", "b"),
+        ("(?P<a>x)(?<b>y)", "xy", "x"),
+    ],
+)
+def test_a_regex_means_what_it_means_to_re(
+    backend: XGrammarBackend, encode: Callable[[str], list[int]], regex: str, good: str, bad: str
+) -> None:
+    assert accepts(backend, Grammar("regex", regex), encode(good))
+    assert not accepts(backend, Grammar("regex", regex), encode(bad))
+
+
+def test_a_mask_does_not_depend_on_what_was_compiled_before(folder: Path) -> None:
+    """XGrammar's own cache gives the second of these the mask of the first."""
+    backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    empty = {"type": "object", "properties": {}}
+    backend.compile(Grammar("json_schema", json.dumps({"anyOf": [{"type": "object"}, empty]})))
+    compiled = backend.compile(
+        Grammar("json_schema", json.dumps({"anyOf": [{"type": "array", "items": True}, empty]}))
+    )
+    assert all(compiled.new_matcher().accept(token_id) for token_id in allowed(compiled.new_matcher()))
+
+
+def test_compiled_grammars_are_kept_up_to_a_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    first, second, third = (Grammar("regex", f"{letter}+") for letter in "abc")
+    compiled = [backend.compile(grammar) for grammar in (first, second)]
+    assert [backend.compile(second), backend.compile(first)] == compiled[::-1]
+    monkeypatch.setattr(xgrammar_backend, "MAX_CACHED_NBYTES", 2 * compiled[0].nbytes)
+    backend.compile(third)
+    assert backend.compile(first) is compiled[0]
+    assert backend.compile(second) is not compiled[1]
+
+
 def test_whitespace_is_bounded(backend: XGrammarBackend, encode: Callable[[str], list[int]]) -> None:
     grammar = Grammar("json_schema", '{"type": "array", "items": {"type": "integer"}}')
     spaces = " " * MAX_WHITESPACE
@@ -97,12 +186,28 @@ def test_whitespace_is_bounded(backend: XGrammarBackend, encode: Callable[[str],
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("json_schema", '{"type": "thing"}', 'Unsupported type "thing"'),
+        (
+            "json_schema",
+            '{"type": "thing"}',
+            "'type' at # cannot be enforced: it must be one or more of boolean,",
+        ),
         ("json_schema", '{"type": ', "Failed to parse JSON"),
         ("json_schema", "[]", "Schema should be an object or bool"),
-        ("json_schema", '{"$ref": "#/$defs/nowhere", "$defs": {}}', "Cannot find field nowhere"),
+        (
+            "json_schema",
+            '{"$ref": "#/$defs/nowhere", "$defs": {}}',
+            "'$ref' at # cannot be enforced: there is no schema at #/$defs/nowhere",
+        ),
         ("regex", "(a", "The parenthesis is not closed"),
-        ("regex", "a(?=b)", "Lookahead is not supported"),
+        ("regex", "a(?=b)", "'(?=b)' at character 1 cannot be enforced"),
+        ("regex", "a^b", "'^b' at character 1 cannot be enforced"),
+        ("regex", "a$b", "'b' at character 2 cannot be enforced"),
+        ("regex", r"\Aab\Z", r"'\\Aab\\Z' at character 0 cannot be enforced"),
+        ("regex", "a{2}+", "'+' at character 4 cannot be enforced"),
+        ("regex", "a{99999999999}", "cannot be enforced"),
+        ("regex", r"[\^a]", "cannot be enforced"),
+        ("regex", r"[ -\s]", "cannot be enforced"),
+        ("ebnf", 'root ::= Regex("a^b")', "'^b' at character 1 cannot be enforced"),
         ("ebnf", "root ::= other", 'Rule "other" is not defined'),
         ("ebnf", 'start ::= "a"', "root rule"),
     ],

@@ -82,6 +82,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tools"), chat_template=TEMPLATE)
 
 
+@pytest.mark.parametrize("choice", [WEATHER, "required"])
+@pytest.mark.parametrize(
+    "asked_format",
+    [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
+)
+def test_the_format_of_text_is_not_that_of_a_call(folder: Path, choice: Any, asked_format: Any) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
+        await client.chat.completions.create(**asked, tool_choice=choice, response_format=asked_format)
+        await client.chat.completions.create(**asked, tool_choice=choice)
+        await client.chat.completions.create(**asked, tool_choice="none", response_format=asked_format)
+        both, call, text = (message.work.params.grammar for message in decode.all(Decode))
+        assert both == call
+        assert text is not None and text != call
+
+    with_client(folder, CALL, use)
+
+
 @pytest.mark.parametrize(
     ("choice", "text", "finish_reason"), [(WEATHER, ARGUMENTS, "stop"), ("required", CALL, "tool_calls")]
 )

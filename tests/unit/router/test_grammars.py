@@ -36,6 +36,14 @@ def grammar_of(body: dict[str, object]) -> Grammar | None:
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "text"}, "regex": "a+"}, Grammar("regex", "a+")),
         ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type": "object"}')),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "null"}}},
+            Grammar("json_schema", '{"type":"null"}'),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": None}},
+            Grammar("json_schema", '{"type": "object"}'),
+        ),
     ],
     ids=str,
 )
@@ -99,6 +107,12 @@ def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
             {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
             "json_schema",
             "response_format.json_schema.schema",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "json_object", "schema": {}}},
+            "json_schema",
+            "response_format.schema",
         ),
         (
             "/v1/completions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.api.tool_calls import CallReader, ForcedCall
+from shared.errors import RequestError
+from shared.grammar.schema_keywords import check_keywords
 from tests.unit.router.fakes import EOS, byte_level_tokenizer
 
 ARGUMENTS = st.dictionaries(
@@ -88,11 +91,89 @@ def test_a_named_function_needs_no_envelope() -> None:
 def test_one_grammar_for_several_functions(text: str, fits: bool) -> None:
     call = ForcedCall.any_of({"weather": CITY, "now": None}, "tools")
     assert call.grammar is not None
+    assert follows(call, text) == fits
+
+
+def follows(call: ForcedCall, text: str) -> bool:
+    """Whether a node would let the text through. Raises the node's RequestError."""
+    assert call.grammar is not None
     tokenizer = byte_level_tokenizer()
     vocabulary = xgrammar.TokenizerInfo(
         [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())],
         xgrammar.VocabType.BYTE_LEVEL,
         stop_token_ids=[tokenizer.token_to_id(EOS)],
     )
-    compiled = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(call.grammar.grammar.text)
-    assert xgrammar.GrammarMatcher(compiled).accept_string(text) == fits
+    schema = check_keywords(call.grammar.grammar.text)
+    compiled = xgrammar.GrammarCompiler(vocabulary).compile_json_schema(schema)
+    return bool(xgrammar.GrammarMatcher(compiled).accept_string(text))
+
+
+CALLS = [
+    lambda parameters: ForcedCall.named("f", parameters, "tools[0].function.parameters"),
+    lambda parameters: ForcedCall.any_of({"f": parameters}, "tools"),
+]
+
+
+@pytest.mark.parametrize("call_of", CALLS, ids=["named", "required"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"title": "x"},
+        {"type": ["object", "null"]},
+        {"type": ["null", "object"], "properties": {"a": {"type": "integer"}}, "additionalProperties": True},
+        {"properties": {"a": {"type": "integer"}}},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
+        {"anyOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"type": "object", "additionalProperties": True}}},
+        {"enum": [{"a": 1}, {}]},
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_wherever_parameters_allow_one(
+    call_of: Callable[[Any], ForcedCall], parameters: dict[str, Any]
+) -> None:
+    call = call_of(parameters)
+    envelope = "{}" if call.name is not None else '{{"name": "f", "arguments": {}}}'
+    assert follows(call, envelope.format("{}"))
+    for arguments in ("null", "1", '"a"', "[]", "[{}]"):
+        assert not follows(call, envelope.format(arguments))
+
+
+@pytest.mark.parametrize("call_of", CALLS, ids=["named", "required"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "string"},
+        {"type": ["string", "null"]},
+        {"type": []},
+        {"enum": [1]},
+        {"const": "a"},
+        {"anyOf": [{"type": "object"}, {"type": "null"}]},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "string"}}},
+    ],
+    ids=str,
+)
+def test_parameters_that_are_not_of_objects_are_refused(
+    call_of: Callable[[Any], ForcedCall], parameters: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        RequestError, match=r"tools\[0\]\.function\.parameters\.type must be|'type' at #"
+    ) as refused:
+        follows(call_of(parameters), "{}")
+    assert refused.value.status == 400
+
+
+def test_what_only_looks_like_a_reference_stays() -> None:
+    """Values and annotations are no schemas; names of properties are no keywords."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "a": {"const": {"$ref": "#/a"}, "default": {"$ref": "#/a"}},
+            "const": {"$ref": "#/$defs/x"},
+            "$ref": {"enum": [{"$ref": "#/b"}]},
+        },
+        "required": ["a", "const", "$ref"],
+        "$defs": {"x": {"type": "integer"}},
+    }
+    call = ForcedCall.any_of({"f": parameters}, "tools")
+    arguments = '{"a":{"$ref":"#/a"},"const":1,"$ref":{"$ref":"#/b"}}'
+    assert follows(call, f'{{"name": "f", "arguments": {arguments}}}')
