@@ -14,6 +14,7 @@ import shutil
 import socket
 import ssl
 import struct
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -24,10 +25,10 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http.config import ConnectionOptions, HttpOptions
-from router.http.connection import Connection
+from router.http.connection import MAX_HEADER_BYTES, Connection
 from router.http.tls import TlsOptions
 from shared.protocol.messages import Decode, Finish
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import joined_router, one_then_nothing, pair
 from tests.unit.router.raw_client import RawClient, post
 from tests.unit.router.test_tls import make_certificate, trusting
@@ -67,6 +68,16 @@ async def reads_half(client: RawClient) -> None:
     await client.read_until(b"\r\n\r\n")
 
 
+def half_closes(stage: Stage) -> Stage:
+    async def half_closed(client: RawClient) -> None:
+        await stage(client)
+        if client.writer.can_write_eof():  # not over TLS
+            client.writer.write_eof()
+        await asyncio.sleep(0.02)
+
+    return half_closed
+
+
 async def is_answered(client: RawClient) -> None:
     client.send("GET /nowhere HTTP/1.1\nHost: a\n\n")
     assert (await client.answer()).status == 404
@@ -91,6 +102,8 @@ STAGES: dict[str, Stage] = {
     "after a body that was answered early": is_answered_early,
     "while the answer is computed": sends(post("/generate", GENERATE)),
     "while a stream is on": streams,
+    "half closed, while the answer is computed": half_closes(sends(post("/generate", GENERATE))),
+    "half closed, while a stream is on": half_closes(streams),
     BEHIND: sends(
         post("/generate", {**GENERATE, "stream": True}) + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 3
     ),
@@ -183,3 +196,68 @@ def test_nothing_stays_of_a_client_that_leaves(
             await eventually(lambda: router._dispatcher.num_running == 0)
 
     uvloop.run(run())
+
+
+# ------------------------------------------------------------------------------------------- much for little
+TRAILERS = b"GET /nowhere HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+LARGE = b"GET /nowhere HTTP/1.1\r\nHost: a\r\na: " + b"b" * (MAX_HEADER_BYTES - 100) + b"\r\n\r\n"
+ATTACKS = {
+    "trailers": TRAILERS + b"a:b\r\n" * 400_000,
+    "a trailer without an end": TRAILERS + b"a:" + b"b" * 4_000_000,
+    "many headers": b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n" + b"a:b\r\n" * 11_500 + b"\r\n",
+    "a header as large as may be": LARGE,
+}
+KEPT_BYTES, LEFT_BYTES = 768 << 10, 16 << 10
+"""The most that a client costs while it is connected, of which uvloop takes 512 KiB for TLS, and when it is gone."""
+
+
+def attacked(port: int, tls: ssl.SSLContext | None, data: bytes) -> socket.socket:
+    """A client that has sent the data, or as much of it as was taken, and the first byte of an answer, if any."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BYTES)
+    if tls is not None:
+        client = tls.wrap_socket(client, server_hostname="127.0.0.1")
+    with contextlib.suppress(OSError):
+        client.sendall(data)
+        client.recv(1)
+    return client
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_a_client_can_make_the_router_keep(
+    model_folder: Path, request: pytest.FixtureRequest, attack: str, secure: bool
+) -> None:
+    """While clients are connected, and when they have left. None of them has a key."""
+    tls = request.getfixturevalue("certificate") if secure else TlsOptions()
+    context = trusting(tls) if secure else None
+
+    async def run() -> None:
+        http = HttpOptions(port=0, served_model_name="tiny", tls=tls, api_keys=("secret",))
+        async with joined_router(model_folder, [], http=http, connections=PATIENT, wait=False) as (router, plain):
+            await plain.aclose()
+
+            async def come() -> socket.socket:
+                return await asyncio.to_thread(attacked, router.http_port, context, ATTACKS[attack])
+
+            (await come()).close()  # what is made once
+            await eventually(lambda: len(router._server.connections) == 0)
+            gc.collect()
+            before, parts = traced(), live()
+            clients = [await come() for _ in range(NUM_CLIENTS)]
+            await eventually(lambda: traced() - before < NUM_CLIENTS * KEPT_BYTES, lambda: traced() - before)
+            for client in clients:
+                client.close()
+            await eventually(lambda: not live() - parts, lambda: live() - parts)
+            await eventually(lambda: traced() - before < NUM_CLIENTS * LEFT_BYTES, lambda: traced() - before)
+
+    tracemalloc.start()
+    try:
+        uvloop.run(run())
+    finally:
+        tracemalloc.stop()
+
+
+def traced() -> int:
+    """Bytes of Python's objects."""
+    return tracemalloc.get_traced_memory()[0]
