@@ -9,6 +9,7 @@
     ApiKeyCheck         refuses a request without a key, before its body is read
     QueueGate           refuses a request while the queue is full, before its body is read
     JsonBodies          refuses a body that is too large
+    HeadAsGet           answers HEAD wherever GET is answered
     FastAPI             routes, and errors as JSON, also those of bugs
 
 All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's disconnect from a stream.
@@ -17,7 +18,7 @@ All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ from router.http.admin_guard import admin_guard
 from router.http.api_keys import ApiKeyCheck, ApiKeys
 from router.http.config import HttpOptions
 from router.http.connections import SpareConnectionGate
+from router.http.head_as_get import HeadAsGet
 from router.http.host_header import HostCheck
 from router.http.json_bodies import JsonBodies
 from router.http.page_api import page_routes
@@ -65,6 +67,9 @@ if TYPE_CHECKING:
 
 _QUEUED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 """The routes whose requests wait for a first token."""
+
+
+_Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +107,7 @@ def create_app(service: Service) -> ASGIApp:
         "Those of them that the router holds until it is their turn among the API keys.",
         lambda: service.dispatcher.num_without_turn,
     )
-    app: ASGIApp = JsonBodies(create_api(service), service.http.limits.max_body_bytes)
+    app: ASGIApp = JsonBodies(HeadAsGet(create_api(service)), service.http.limits.max_body_bytes)
     app = QueueGate(app, limit, _QUEUED)
     app = ApiKeyCheck(app, service.keys)
     if service.http.allowed_origins:
@@ -146,15 +151,34 @@ def create_api(service: Service) -> FastAPI:
     app.include_router(page_routes())
     app.include_router(profile_routes(membership, admin_only))
     app.include_router(control_routes(membership, service.abort, admin_only))
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(RequestValidationError, _on_wrong_input)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    for kind, answer in (
+        (RequestError, _on_request_error),
+        (ClientDisconnect, _on_disconnect),
+        (RequestValidationError, _on_wrong_input),
+        (HTTPException, _on_http_error),
+    ):
+        app.add_exception_handler(kind, _without_frames(answer))
     app.add_exception_handler(Exception, _on_bug)
     keys_are_set = service.keys.has_clients or service.keys.has_admins
     document = functools.cache(lambda: openapi_document(app, with_keys=keys_are_set))
     app.openapi = document  # type: ignore[method-assign]
     return app
+
+
+def _without_frames(answer: _Handler) -> _Handler:
+    """`answer`, after which the error does not hold the frames that raised it, with the request and its body.
+
+    FastAPI's frame has a name for the error, so that both would wait for the cycle collector.
+    """
+
+    async def answered(request: Request, error: Exception) -> Response:
+        response = await answer(request, error)
+        raised: BaseException | None = error
+        while raised is not None:
+            raised.__traceback__, raised = None, raised.__cause__ or raised.__context__
+        return response
+
+    return answered
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

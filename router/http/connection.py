@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import http
+from collections import deque
 from collections.abc import Awaitable
+from types import MethodType
 from typing import Any, cast
 
 import httptools
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from router.http.config import ConnectionOptions
@@ -33,11 +35,16 @@ from shared.errors import RequestError
 from shared.log import event
 
 MAX_HEADER_BYTES = 64 << 10
-"""The most bytes of the request line and all headers of one request."""
+"""The most bytes of the request line, all headers and all trailers of one request."""
+MAX_HEADERS = 100
+"""The most headers and trailers of one request: each costs some 200 bytes besides its own."""
 MAX_PIPELINED = 16
 """The most requests that wait behind the one that is being answered."""
 NUM_SPARE_CONNECTIONS = 64
 """Connections that are accepted beyond --max-connections, for probes; other requests on them get a 503."""
+
+_FIRST_PROBE_S = 0.05
+_MAX_PROBE_S = 5.0
 
 STATE = "connection"
 """The key of a request's connection in the state of its scope."""
@@ -83,22 +90,29 @@ class Connection(asyncio.Protocol):
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self._transport: asyncio.Transport
         self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._request_ids: list[tuple[bytes, bytes]] = []
+        """Those of the headers that may be the request's id."""
         self._awaits_headers = True
+        self._num_headers = 0
         self._header_bytes = 0
-        """Bytes of headers that are not complete yet."""
+        """Both of the request that is being parsed, with its trailers."""
+        self._unparsed_bytes = 0
+        """Bytes since the last boundary."""
+        self._headers_of: deque[int] = deque()
+        """The numbers of headers, without trailers, of requests that the app does not have yet."""
         self._num_requests = 0
         """Requests whose headers are complete."""
         self._num_answered = 0
         self._passed_a_boundary = False
-        """True if the last data had the end of headers or of a body."""
+        """True if the last data had the end of headers, or of a body or a part of it."""
         self._response_started = False
         self._refusal: RequestError | None = None
         """Why the data that is being parsed is not passed on."""
         self._write_paused = False
-        self._lost = False
-        self._receiving: asyncio.Task[Any] | None = None
-        """The task of the app that waits for data of the client."""
+        self._lost = self._ended = False
+        """The client is gone, or sends no more."""
+        self._cycle: RequestResponseCycle | None = None
+        """uvicorn's side of the request that the app has."""
         self._client_timer: asyncio.TimerHandle | None = None
         self._write_timer: WriteTimer
 
@@ -124,14 +138,19 @@ class Connection(asyncio.Protocol):
             self._time_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Clean up after a client that is gone or was dropped."""
+        """Clean up after a client that is gone or was dropped, and let go of all that refers to this connection.
+
+        The cycle collector runs too rarely to do that (`router.garbage`).
+        """
         self._connections.open.discard(self)
-        self._inner.connection_lost(exc)
         self._lost = True
-        if self._receiving is not None:
-            self._receiving.cancel()
+        if self._cycle is not None:
+            _disconnect(self._cycle)
+        self._inner.connection_lost(None)  # with an error, it would keep the timer of an idle connection
+        vars(self._inner).clear()  # requests that wait refer to it, and it to them
         self._cancel_client_timer()
         self._write_timer.stop()
+        del self._inner, self._parser, self._cycle, self._write_timer
 
     def data_received(self, data: bytes) -> None:
         """Parse data, and pass it on unless it is refused."""
@@ -142,9 +161,9 @@ class Connection(asyncio.Protocol):
             pass  # uvicorn ignores it too
         except httptools.HttpParserError:
             self._refusal = _not_http()
-        if self._awaits_headers and not self._passed_a_boundary:
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
+        if not self._passed_a_boundary:
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > MAX_HEADER_BYTES:
                 self._refusal = _headers_too_large()
         if self._refusal is not None:
             self._refuse(self._refusal, may_answer=may_answer)
@@ -152,53 +171,93 @@ class Connection(asyncio.Protocol):
             self._inner.data_received(data)
             self._time_client()
 
+    def eof_received(self) -> bool:
+        """Serve a client that shuts its sending side down to the end. True: the connection stays open.
+
+        A client that has left looks the same until it is written to. HTTP/1.0 has nothing that may be written before
+        an answer, and TLS of the event loop closes both sides at once.
+        """
+        self._ended = (
+            self._answering
+            and self._awaits_headers
+            and self._parser.get_http_version() == "1.1"
+            and self._transport.get_extra_info("sslcontext") is None
+        )
+        if self._ended and self._client_timer is None:
+            self._probe(_FIRST_PROBE_S)
+        return self._ended
+
+    def _probe(self, then_s: float) -> None:
+        """Write what a client ignores. From one that has left comes a reset, which makes a later probe fail."""
+        self._client_timer = None
+        if self._answering:
+            if not self._write_paused:  # an answer that began and has not ended is a stream of events, in chunks
+                comment, interim = b"3\r\n:\n\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
+                self._transport.write(comment if self._response_started else interim)
+            self._client_timer = self._loop.call_later(then_s, self._probe, min(2 * then_s, _MAX_PROBE_S))
+
     # ---------------------------------------------------------------------------------- the parser's calls
     def on_message_begin(self) -> None:
         """The first byte of a request."""
-        self._url, self._headers = b"", []
+        self._url, self._request_ids = b"", []
+        self._num_headers = self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the URL."""
         self._url += url
+        self._header_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header."""
-        self._headers.append((name.lower(), value))
+        """A whole header or trailer."""
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value)
+        if self._num_headers > MAX_HEADERS:
+            self._refusal = RequestError(
+                f"the request has more than {MAX_HEADERS} headers and trailers", status=431
+            )
+        elif self._header_bytes > MAX_HEADER_BYTES:
+            self._refusal = _headers_too_large()
+        elif self._awaits_headers and (name := name.lower()) == HEADER.encode():
+            self._request_ids.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The headers are complete."""
         self._num_requests += 1
-        self._passed_a_boundary, self._awaits_headers, self._header_bytes = True, False, 0
+        self._headers_of.append(self._num_headers)
+        self._awaits_headers = False
+        self._pass_a_boundary()
         self._cancel_client_timer()
-        if len(self._url) + sum(len(name) + len(value) for name, value in self._headers) > MAX_HEADER_BYTES:
+        if self._header_bytes > MAX_HEADER_BYTES:
             self._refusal = _headers_too_large()
         elif not _has_path(self._url):
             self._refusal = _not_http()
         elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED:
             self._refusal = RequestError("too many requests wait for their answers on this connection")
 
+    def on_body(self, _: bytes) -> None:
+        """A part of a body, whose size `JsonBodies` bounds."""
+        self._pass_a_boundary()
+
     def on_message_complete(self) -> None:
-        """The body is complete."""
-        self._passed_a_boundary = self._awaits_headers = True
+        """The body and its trailers are complete."""
+        self._awaits_headers = True
+        self._pass_a_boundary()
         self._cancel_client_timer()
+
+    def _pass_a_boundary(self) -> None:
+        self._passed_a_boundary, self._unparsed_bytes = True, 0
 
     # ---------------------------------------------------------------------------------------- the ASGI side
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Run `app` for a request of this connection."""
         answered = False
-
-        async def received() -> Message:
-            # While requests wait behind this one, uvicorn reports the disconnect to the last of them only.
-            self._receiving = task = asyncio.current_task()
-            try:
-                return await receive()
-            except asyncio.CancelledError:
-                if not self._lost or task is None:
-                    raise
-                task.uncancel()
-                return {"type": "http.disconnect"}
-            finally:
-                self._receiving = None
+        cycle = cast("RequestResponseCycle", cast("MethodType", receive).__self__)
+        if self._lost:
+            _disconnect(cycle)
+        else:
+            self._cycle = cycle
+        # uvicorn adds trailers to the headers, if they come at once
+        scope["headers"] = scope["headers"][: self._headers_of.popleft()]
 
         async def send_last(message: Message) -> None:
             nonlocal answered
@@ -214,7 +273,7 @@ class Connection(asyncio.Protocol):
             return send_last(message) if is_last else send(message)
 
         try:
-            await app(scope, received, sent)
+            await app(scope, receive, sent)
         finally:
             if not answered:
                 self._answered()
@@ -223,8 +282,11 @@ class Connection(asyncio.Protocol):
         """Note that the app has written an answer, of which the client may not have taken all."""
         self._num_answered += 1
         self._response_started = False
-        if not self._lost:
-            self._write_timer.start()
+        if self._lost:
+            return
+        self._write_timer.start()
+        if self._ended and not self._answering:
+            self._transport.close()
 
     @property
     def is_beyond_the_bound(self) -> bool:
@@ -259,7 +321,7 @@ class Connection(asyncio.Protocol):
 
     def _headers_are_late(self) -> None:
         self._client_timer = None
-        if self._header_bytes:
+        if self._unparsed_bytes:
             self._refuse(_late("headers", self.options.header_timeout_s), may_answer=self._may_answer)
         else:
             self._transport.close()
@@ -274,7 +336,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, error: RequestError, *, may_answer: bool) -> None:
         """Answer an incomplete request and close the connection. Within another answer it is only closed."""
         if may_answer:
-            request_id = request_id_of(self._headers)
+            request_id = request_id_of(self._request_ids)
             if self._connections.log_requests:
                 client = self._transport.get_extra_info("peername")
                 event("request", request_id=request_id.decode(), client=client, status=error.status)
@@ -311,6 +373,12 @@ class Connection(asyncio.Protocol):
         return self._answering and not self._write_paused and not self._transport.is_closing()
 
 
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Tell the app that the client is gone. uvicorn tells the last request alone, and others may wait behind one."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
 def _has_path(url: bytes) -> bool:
     """True if uvicorn can read the target of a request. It cannot read that of a CONNECT."""
     try:
@@ -325,7 +393,7 @@ def _not_http() -> RequestError:
 
 
 def _headers_too_large() -> RequestError:
-    return RequestError(f"the headers are larger than {MAX_HEADER_BYTES} bytes", status=431)
+    return RequestError(f"the headers and trailers are larger than {MAX_HEADER_BYTES} bytes", status=431)
 
 
 def _late(what: str, timeout_s: float) -> RequestError:

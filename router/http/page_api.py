@@ -57,7 +57,7 @@ def page_routes() -> APIRouter:
         async def serve(request: Request) -> Response:
             return file.respond(request.headers.get("if-none-match", ""))
 
-        router.add_api_route(url, serve, methods=["GET", "HEAD"], response_model=None)
+        router.add_api_route(url, serve, methods=["GET"], response_model=None)
 
     for url, path in _FILES.items():
         add(url, _File.read(path))

@@ -38,6 +38,20 @@ class RawClient:
         """Written as it is; "\\n" in a string stands for CRLF."""
         self.writer.write(data.replace("\n", "\r\n").encode() if isinstance(data, str) else data)
 
+    async def send_in_pieces(self, data: str, num_bytes: int) -> None:
+        """`send`, so many bytes at a time, until all is sent or the server has hung up."""
+        with contextlib.suppress(ConnectionError):
+            for start in range(0, len(data), num_bytes):
+                self.send(data[start : start + num_bytes])
+                await self.writer.drain()
+                await asyncio.sleep(0)
+
+    async def final_answer(self) -> Answer:
+        """The next response that is not interim."""
+        while (answer := await self.answer()).status < 200:
+            pass
+        return answer
+
     async def answer(self) -> Answer:
         """The next response."""
         async with asyncio.timeout(PATIENCE_S):

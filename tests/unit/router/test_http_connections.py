@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from router.http.config import ConnectionOptions, HttpOptions
-from router.http.connection import MAX_HEADER_BYTES, MAX_PIPELINED, NUM_SPARE_CONNECTIONS
+from router.http.connection import MAX_HEADER_BYTES, MAX_HEADERS, MAX_PIPELINED, NUM_SPARE_CONNECTIONS
 from router.http.limits import HttpLimits
 from shared.protocol.messages import Cancel, Decode, Finish
 from tests.patience import eventually
@@ -28,6 +28,7 @@ PATIENT = ConnectionOptions(
 HEALTH = "GET /health HTTP/1.1\nHost: a\n\n"
 GENERATE: dict[str, Any] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 MAX_BODY_BYTES = 4000
+TOO_LARGE = f"the headers and trailers are larger than {MAX_HEADER_BYTES} bytes"
 
 Scene = Callable[[int, FakeNode], Awaitable[None]]
 """What clients do with the router on this port, and its decode node."""
@@ -195,11 +196,12 @@ def test_timers_leave_those_alone_whom_the_router_makes_wait(model_folder: Path)
     "head",
     [
         f"GET /health HTTP/1.1\nHost: a\nx: {'y' * MAX_HEADER_BYTES}\n\n",
-        "GET /health HTTP/1.1\nHost: a\n" + "x: y\n" * MAX_HEADER_BYTES,
+        f"GET /health HTTP/1.1\nHost: a\nx{'y' * MAX_HEADER_BYTES}: z\n\n",
+        "GET /health HTTP/1.1\nHost: a\n" + f"x: {'y' * (MAX_HEADER_BYTES // 50)}\n" * 50,
         f"GET /{'x' * 5 * MAX_HEADER_BYTES} HTTP/1.1\nHost: a\n\n",
         f"GET /health HTTP/1.1\nHost: a\n{'x' * 5 * MAX_HEADER_BYTES}",
     ],
-    ids=["one long header", "many headers", "a long path", "a header without an end"],
+    ids=["one long header", "a long name", "several headers", "a long path", "a header without an end"],
 )
 def test_headers_that_are_too_large(model_folder: Path, head: str) -> None:
     async def scene(port: int, _: FakeNode) -> None:
@@ -207,7 +209,23 @@ def test_headers_that_are_too_large(model_folder: Path, head: str) -> None:
             client.send(head)
             answer = await client.answer()
             assert answer.status == 431 and len(answer.headers["x-request-id"]) == 32
-            assert answer.error["message"] == f"the headers are larger than {MAX_HEADER_BYTES} bytes"
+            assert answer.error["message"] == TOO_LARGE
+            assert await client.closed() == b""
+
+    play(model_folder, scene)
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 700], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("has_end", [True, False])
+def test_headers_that_are_too_many(model_folder: Path, piece: int, has_end: bool) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            headers = "X-Request-Id: mine\nHost: a\n" + "x: y\n" * MAX_HEADERS
+            await client.send_in_pieces(f"GET /health HTTP/1.1\n{headers}" + has_end * "\n", piece)
+            answer = await client.answer()
+            assert (answer.status, answer.headers["x-request-id"]) == (431, "mine")
+            message = f"the request has more than {MAX_HEADERS} headers and trailers"
+            assert answer.error["message"] == message
             assert await client.closed() == b""
 
     play(model_folder, scene)
@@ -219,6 +237,73 @@ def test_headers_that_are_just_small_enough(model_folder: Path) -> None:
             for _ in range(2):
                 client.send(f"GET /health HTTP/1.1\nHost: a\nx: {'y' * (MAX_HEADER_BYTES - 100)}\n\n")
                 assert (await client.answer()).status == 200
+                client.send("GET /health HTTP/1.1\nHost: a\n" + "x: y\n" * (MAX_HEADERS - 1) + "\n")
+                assert (await client.answer()).status == 200
+
+    play(model_folder, scene)
+
+
+CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n"
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 700], ids=["at once", "in pieces"])
+@pytest.mark.parametrize(
+    ("trailers", "message"),
+    [
+        ("a: b\n" * (MAX_HEADERS + 1), f"the request has more than {MAX_HEADERS} headers and trailers"),
+        (f"a: {'b' * (MAX_HEADER_BYTES // 40)}\n" * 45, TOO_LARGE),
+        (f"a: {'b' * 6 * MAX_HEADER_BYTES}", TOO_LARGE),
+        (f"a{'b' * 6 * MAX_HEADER_BYTES}", TOO_LARGE),
+    ],
+    ids=["many", "large", "a value without an end", "a name without an end"],
+)
+def test_trailers_that_are_too_much(model_folder: Path, trailers: str, message: str, piece: int) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(f"{CHUNKED}X-Request-Id: mine\n\n2\n{{}}\n0\n")
+            await client.send_in_pieces(trailers, piece)
+            if message != TOO_LARGE and piece > len(trailers):  # else a reset may overtake the answer
+                answer = await client.answer()
+                assert (answer.status, answer.headers["x-request-id"]) == (431, "mine")
+                assert answer.error["message"] == message
+            await client.closed()
+        async with raw_client(port) as client:  # after an answer that did not wait for them
+            client.send("GET /health HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n0\n")
+            assert (await client.answer()).status == 200
+            await client.send_in_pieces(trailers, piece)
+            assert b"HTTP/1.1" not in await client.closed()
+        assert decode.all(Decode) == []
+
+    play(model_folder, scene)
+
+
+def test_trailers_are_no_headers(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        body = post("/generate", GENERATE).partition(b"\r\n\r\n")[2]
+        chunk = b"%x\r\n%s\r\n" % (len(body), body)
+        head = f"{CHUNKED}X-Request-Id: mine\n\n".replace("\n", "\r\n").encode()
+        trailers = b"0\r\nHost: b\r\nX-Request-Id: theirs\r\nContent-Encoding: gzip\r\n\r\n"
+        async with raw_client(port) as client:
+            client.send((head + chunk + trailers) * 2)
+            client.send(head + chunk)
+            client.send(trailers)
+            for _ in range(3):
+                answer = await client.answer()
+                assert (answer.status, answer.headers["x-request-id"]) == (200, "mine")
+
+    play(model_folder, scene)
+
+
+def test_a_body_of_many_tiny_chunks_is_no_header(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(f"{CHUNKED}\n")
+            for _ in range(2 * MAX_HEADER_BYTES // 1000 + 1):
+                client.send("1;" + "x" * 1000)
+                client.send("\n{\n")
+                await asyncio.sleep(0)
+            client.send("0\n\n")
+            assert (await client.answer()).status == 400
 
     play(model_folder, scene)
 
@@ -372,6 +457,67 @@ def test_an_upgrade_is_not_taken_up(model_folder: Path) -> None:
             async with raw_client(port) as client:
                 client.send(f"GET /health HTTP/1.1\nHost: a\nConnection: Upgrade\nUpgrade: {protocol}\n\n")
                 assert (await client.answer()).status == 200
+
+    play(model_folder, scene)
+
+
+# --------------------------------------------------------------------------------------------- half closed
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_is_served_to_the_end(model_folder: Path, stream: bool) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(post("/generate", {**GENERATE, "stream": stream}) + post("/tokenize", {"prompt": "a"}))
+            client.writer.write_eof()
+            for work in (await decode.wait_for(Decode),):
+                await asyncio.sleep(0.2)
+                decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+            answers = [await client.final_answer() for _ in range(2)]
+            assert [answer.status for answer in answers] == [200, 200]
+            assert b'"finish_reason":{"type":"length"' in answers[0].body
+            assert await client.closed() == b""
+
+    play(model_folder, scene, decode=one_then_nothing)
+
+
+def test_a_client_may_end_its_side_in_the_middle_of_its_stream(model_folder: Path) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with streaming(port) as client:
+            client.writer.write_eof()
+            while await client.read_until(b"\n\n") != b"\r\n3\r\n:\n\n":
+                pass  # a comment of server-sent events, which says that the stream is on
+            for work in decode.all(Decode):
+                decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+            assert (await client.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    play(model_folder, scene, decode=one_then_nothing)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_leaves_is_told_from_one_that_sends_no_more(
+    model_folder: Path, version: str, stream: bool
+) -> None:
+    async def scene(port: int, decode: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(post("/generate", {**GENERATE, "stream": stream}, version=version))
+            await decode.wait_for(Decode)
+        await decode.wait_for(Cancel)
+
+    play(model_folder, scene, decode=one_then_nothing)
+
+
+def test_half_a_request_and_no_more(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        for said in ("", "GET /heal", "POST /generate HTTP/1.1\nHost: a\nContent-Length: 9\n\n{", CHUNKED + "\n5"):
+            async with raw_client(port) as client:
+                client.send(said)
+                client.writer.write_eof()
+                assert await client.closed() == b""
+        async with raw_client(port) as client:
+            client.send(HEALTH + "GET /heal")
+            client.writer.write_eof()
+            assert (await client.answer()).status == 200
+            assert await client.closed() == b""
 
     play(model_folder, scene)
 

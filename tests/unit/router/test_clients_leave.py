@@ -1,0 +1,263 @@
+"""Clients that leave: at every stage of an exchange, by a shutdown or a reset. Nothing of a connection stays.
+
+Python's cycle collector is off, as good as it is in a router that serves: what it alone would free stays for hours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import socket
+import ssl
+import struct
+import tracemalloc
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httptools
+import pytest
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.http.config import ConnectionOptions, HttpOptions
+from router.http.connection import MAX_HEADER_BYTES, Connection
+from router.http.tls import TlsOptions
+from shared.protocol.messages import Decode, Finish
+from tests.patience import PATIENCE_S, eventually
+from tests.unit.router.fakes import joined_router, one_then_nothing, pair
+from tests.unit.router.raw_client import RawClient, post
+from tests.unit.router.test_tls import make_certificate, trusting
+
+NUM_CLIENTS = 5
+PATIENT = ConnectionOptions(
+    header_timeout_s=6000, body_timeout_s=6000, write_timeout_s=6000, keep_alive_timeout_s=6000
+)
+"""No timer of a connection ends within the test: one that holds the connection fails it."""
+SMALL_BYTES = 4096
+CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n"
+GENERATE: dict[str, object] = {
+    "text": "a fox",
+    "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+}
+KINDS = (Connection, HttpToolsProtocol, RequestResponseCycle, httptools.HttpRequestParser)
+
+Stage = Callable[[RawClient], Awaitable[None]]
+"""Brings an exchange to the point where its client leaves."""
+
+
+def sends(data: str | bytes) -> Stage:
+    async def stage(client: RawClient) -> None:
+        client.send(data)
+        await asyncio.sleep(0.02)
+
+    return stage
+
+
+async def streams(client: RawClient) -> None:
+    client.send(post("/generate", {**GENERATE, "stream": True}))
+    await client.read_until(b"data: ")
+
+
+async def reads_half(client: RawClient) -> None:
+    client.send("GET /openapi.json HTTP/1.1\nHost: a\n\n" * 12)
+    await client.read_until(b"\r\n\r\n")
+
+
+def half_closes(stage: Stage) -> Stage:
+    async def half_closed(client: RawClient) -> None:
+        await stage(client)
+        if client.writer.can_write_eof():  # not over TLS
+            client.writer.write_eof()
+        await asyncio.sleep(0.02)
+
+    return half_closed
+
+
+async def is_answered(client: RawClient) -> None:
+    client.send("GET /nowhere HTTP/1.1\nHost: a\n\n")
+    assert (await client.answer()).status == 404
+
+
+async def is_answered_early(client: RawClient) -> None:
+    """With an answer before the body, which never ends."""
+    client.send("POST /nowhere HTTP/1.1\nHost: a\nContent-Length: 10\n\n12345")
+    assert (await client.answer()).status == 404
+
+
+BEHIND = "with requests behind a stream"
+"""uvicorn does not read then, so that a write is the first to notice."""
+STAGES: dict[str, Stage] = {
+    "before the request line": sends(""),
+    "in the request line": sends("GET /heal"),
+    "in the headers": sends("GET /health HTTP/1.1\nHost: a\nx: "),
+    "in the body": sends("POST /generate HTTP/1.1\nHost: a\nContent-Length: 100\n\n{"),
+    "in a chunk's size": sends(CHUNKED + "5"),
+    "in a chunk": sends(CHUNKED + "5\n{"),
+    "in the trailers": sends(CHUNKED + "2\n{}\n0\na: b\nc"),
+    "after a body that was answered early": is_answered_early,
+    "while the answer is computed": sends(post("/generate", GENERATE)),
+    "while a stream is on": streams,
+    "half closed, while the answer is computed": half_closes(sends(post("/generate", GENERATE))),
+    "half closed, while a stream is on": half_closes(streams),
+    BEHIND: sends(
+        post("/generate", {**GENERATE, "stream": True}) + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 3
+    ),
+    "with half of the answer read": reads_half,
+    "in keep-alive": is_answered,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No client may make the router, uvicorn or asyncio log a warning or a traceback."""
+    yield
+    loud = [r.getMessage() for r in caplog.get_records("call") if r.levelno >= logging.WARNING or r.exc_info]
+    assert not loud, loud
+
+
+@pytest.fixture(autouse=True)
+def no_cycle_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsOptions:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates")
+    return make_certificate(tmp_path_factory.mktemp("tls"), "ours")
+
+
+@contextlib.asynccontextmanager
+async def leaving(port: int, tls: ssl.SSLContext | None, *, resets: bool) -> AsyncIterator[RawClient]:
+    """A client that reads little ahead, and leaves at the end without a word on the level of TLS."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls, limit=SMALL_BYTES)
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BYTES)
+    yield RawClient(reader, writer)
+    if resets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+def live() -> Counter[str]:
+    """The parts of connections that live, reachable or not; the open files and the tasks."""
+    counts = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in KINDS)
+    counts["files"], counts["tasks"] = len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
+    return counts
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_stays_of_a_client_that_leaves(
+    model_folder: Path, request: pytest.FixtureRequest, stage: str, secure: bool, resets: bool
+) -> None:
+    tls = request.getfixturevalue("certificate") if secure else TlsOptions()
+    context = trusting(tls) if secure else None
+
+    async def visit(port: int) -> None:
+        async with leaving(port, context, resets=resets) as client:
+            await STAGES[stage](client)
+
+    async def run() -> None:
+        http = HttpOptions(port=0, served_model_name="tiny", tls=tls)
+        async with (
+            pair(decode=one_then_nothing) as (prefill, decode),
+            joined_router(model_folder, [prefill, decode], http=http, connections=PATIENT, wait=False) as (
+                router,
+                plain,
+            ),
+        ):
+            await plain.aclose()
+            await eventually(lambda: len(router._membership.all_live()) == 2)
+
+            async def visited(num_clients: int) -> None:
+                await asyncio.gather(*(visit(router.http_port) for _ in range(num_clients)))
+                if stage == BEHIND:
+                    for work in decode.all(Decode):
+                        decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+
+            await visited(1)  # what is made once, such as the OpenAPI document
+            await eventually(lambda: len(router._server.connections) == 0)
+            gc.collect()
+            before = live()
+            await visited(NUM_CLIENTS)
+            await eventually(lambda: not live() - before, lambda: live() - before)
+            await eventually(lambda: router._dispatcher.num_running == 0)
+
+    uvloop.run(run())
+
+
+# ------------------------------------------------------------------------------------------- much for little
+TRAILERS = b"GET /nowhere HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+LARGE = b"GET /nowhere HTTP/1.1\r\nHost: a\r\na: " + b"b" * (MAX_HEADER_BYTES - 100) + b"\r\n\r\n"
+ATTACKS = {
+    "trailers": TRAILERS + b"a:b\r\n" * 400_000,
+    "a trailer without an end": TRAILERS + b"a:" + b"b" * 4_000_000,
+    "many headers": b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n" + b"a:b\r\n" * 11_500 + b"\r\n",
+    "a header as large as may be": LARGE,
+}
+KEPT_BYTES, LEFT_BYTES = 768 << 10, 16 << 10
+"""The most that a client costs while it is connected, of which uvloop takes 512 KiB for TLS, and when it is gone."""
+
+
+def attacked(port: int, tls: ssl.SSLContext | None, data: bytes) -> socket.socket:
+    """A client that has sent the data, or as much of it as was taken, and the first byte of an answer, if any."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BYTES)
+    if tls is not None:
+        client = tls.wrap_socket(client, server_hostname="127.0.0.1")
+    with contextlib.suppress(OSError):
+        client.sendall(data)
+        client.recv(1)
+    return client
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_a_client_can_make_the_router_keep(
+    model_folder: Path, request: pytest.FixtureRequest, attack: str, secure: bool
+) -> None:
+    """While clients are connected, and when they have left. None of them has a key."""
+    tls = request.getfixturevalue("certificate") if secure else TlsOptions()
+    context = trusting(tls) if secure else None
+
+    async def run() -> None:
+        http = HttpOptions(port=0, served_model_name="tiny", tls=tls, api_keys=("secret",))
+        async with joined_router(model_folder, [], http=http, connections=PATIENT, wait=False) as (router, plain):
+            await plain.aclose()
+
+            async def come() -> socket.socket:
+                return await asyncio.to_thread(attacked, router.http_port, context, ATTACKS[attack])
+
+            (await come()).close()  # what is made once
+            await eventually(lambda: len(router._server.connections) == 0)
+            gc.collect()
+            before, parts = traced(), live()
+            clients = [await come() for _ in range(NUM_CLIENTS)]
+            await eventually(lambda: traced() - before < NUM_CLIENTS * KEPT_BYTES, lambda: traced() - before)
+            for client in clients:
+                client.close()
+            await eventually(lambda: not live() - parts, lambda: live() - parts)
+            await eventually(lambda: traced() - before < NUM_CLIENTS * LEFT_BYTES, lambda: traced() - before)
+
+    tracemalloc.start()
+    try:
+        uvloop.run(run())
+    finally:
+        tracemalloc.stop()
+
+
+def traced() -> int:
+    """Bytes of Python's objects."""
+    return tracemalloc.get_traced_memory()[0]
