@@ -118,4 +118,4 @@ def test_help_names_every_flag_with_its_default(tmp_path: Path) -> None:
         process = Process(f"{module}-help", module, ["--help"], tmp_path)
         process.start()
         assert process.wait() == 0
-        assert "--max-total-tokens" in process.log and "(default: 512)" in process.log
+        assert "--max-total-tokens" in process.log and "(default: 16384)" in process.log

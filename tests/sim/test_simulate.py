@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from router.dispatch.verdict import StartStage
+from router.dispatch.start_stages import StartStage
 
 from planner.candidate import Candidate
 from planner.cost_model import CostModel

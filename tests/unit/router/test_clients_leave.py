@@ -234,7 +234,10 @@ def test_what_a_client_can_make_the_router_keep(
 
     async def run() -> None:
         http = HttpOptions(port=0, served_model_name="tiny", tls=tls, api_keys=("secret",))
-        async with joined_router(model_folder, [], http=http, connections=PATIENT, wait=False) as (router, plain):
+        async with joined_router(model_folder, [], http=http, connections=PATIENT, wait=False) as (
+            router,
+            plain,
+        ):
             await plain.aclose()
 
             async def come() -> socket.socket:

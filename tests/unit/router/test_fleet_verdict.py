@@ -8,9 +8,32 @@ from typing import Any
 import msgspec
 
 from router.api.fleet_verdict import fleet_verdict
-from router.api.live_feed import Sample
-from tests.unit.router.test_live_view import FLEET, SAMPLE
+from router.api.live_feed import FleetSample, Sample
 
+FLEET = FleetSample(
+    num_nodes=1,
+    num_running_reqs=0,
+    num_queue_reqs=0,
+    num_transferring_reqs=0,
+    tokens_per_s=0,
+    kv_bytes_per_s=2_500_000,
+    num_pages=0,
+    num_free_pages=0,
+    num_cached_pages=0,
+    num_held_pages=0,
+)
+SAMPLE = Sample(
+    time=0,
+    num_running_reqs=3,
+    num_queue_reqs=7,
+    tokens_per_s=1234.5,
+    reqs_per_s=1,
+    rejected_per_s=0,
+    ttft_s=(0.0123, 0.25, 3.5),
+    itl_s=None,
+    prefill=FLEET,
+    decode=FLEET,
+)
 NODES = {"num_nodes": 2, "num_pages": 1000}
 
 
