@@ -29,6 +29,10 @@ EXCHANGE_S = 5.0
 """A connection is closed after this time, whatever its client does."""
 MAX_CONNECTIONS = 64
 """Beyond them the oldest connection is closed for a new one, so that slow clients keep no probe out."""
+BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted, so that a probe is not lost in a burst."""
+_ACCEPTED_AT_ONCE = MAX_CONNECTIONS // 2
+"""A burst must not close connections whose requests were never read."""
 MAX_HEADER_BYTES = 8 << 10
 
 _TEXT = "text/plain; charset=utf-8"
@@ -121,7 +125,7 @@ class NodeHttp:
         """Take the port and listen. Raises ConfigError."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listening = socket.create_server((self._host, self.port), family=family)
+            listening = socket.create_server((self._host, self.port), family=family, backlog=BACKLOG)
         except OSError as error:
             where = f"--http-host {self._host}, --http-port {self.port}"
             raise ConfigError(f"{where}: {error.strerror or error}") from error
@@ -142,7 +146,8 @@ class NodeHttp:
             runner.run(self._serve(listening))
 
     async def _serve(self, listening: socket.socket) -> None:
-        async with await asyncio.start_server(self._on_client, sock=listening):
+        async with await asyncio.start_server(self._on_client, sock=listening, backlog=_ACCEPTED_AT_ONCE):
+            listening.listen(BACKLOG)
             await self._ends.wait()
             exchanges = [*self._open]
             for exchange in exchanges:

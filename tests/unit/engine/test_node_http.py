@@ -211,3 +211,22 @@ def test_a_port_in_use_is_refused_by_name() -> None:
         NodeHttp(HOST, node.port, node.status).__enter__()
     with pytest.raises(ConfigError, match=r"--http-host nowhere\.invalid"):
         NodeHttp("nowhere.invalid", 0, node.status).__enter__()
+
+
+def test_a_burst_waits_and_each_of_it_is_answered(node: Node) -> None:
+    """No connection is lost while the port's thread has no turn, and none is closed unread when it has one."""
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def load() -> Load:
+        asked.set()
+        assert goes_on.wait(PATIENCE_S)
+        return node.load
+
+    node.status.serves(dataclasses.replace(node.in_role, load=load))
+    request = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
+    with contextlib.ExitStack() as clients:
+        clients.enter_context(node.connect(request))
+        until(asked.is_set)
+        burst = [clients.enter_context(node.connect(request)) for _ in range(6 * MAX_CONNECTIONS)]
+        goes_on.set()
+        assert {client.recv(15) for client in burst} == {b"HTTP/1.1 200 OK"}
