@@ -146,7 +146,7 @@ def create_api(service: Service) -> FastAPI:
     app.include_router(openai_routes(generator, model, limits, status.context_length))
     app.include_router(health_routes(status, generator, model, membership))
     app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
-    app.include_router(fleet_admin_routes(membership, service.changes, guards, service.live))
+    app.include_router(fleet_admin_routes(membership, service.changes, guards))
     app.include_router(live_routes(service.live))
     app.include_router(page_routes())
     app.include_router(profile_routes(membership, admin_only))

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:  # It imports torch, for which --help and a wrong flag do not wait.
             from planner.measure.phases import Phase, measure
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is missing: pip install 'baton-serve[plan]'") from None
+            how = "pip install 'baton-serve[plan]', in a clone .venv/bin/pip install -e '.[plan]'"
+            raise ConfigError(f"{error.name} is missing: {how}") from None
         with progress_on(console, [*Phase]) as on_progress:
             profile = measure(config, node_argv(args), on_progress=on_progress)
         profile.save(args.out)

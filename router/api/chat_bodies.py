@@ -198,7 +198,9 @@ class ChatBody(OpenAIBody):
     ] = False
     metadata: NoEffect = None
     store: NoEffect = None
-    add_special_tokens: Annotated[Any, Refused((False,), why="the chat template writes all of them")] = None
+    add_special_tokens: Annotated[
+        Any, Refused((False,), why="not for a chat, where the template writes all special tokens")
+    ] = None
     chat_template: Annotated[Any, Refused(why="the server's to choose")] = None
     functions: Annotated[Any, Refused(([],), why="not supported: use tools")] = None
     function_call: Annotated[Any, Refused(("none",), why="not supported: use tool_choice")] = None

@@ -10,7 +10,6 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 from pydantic import Field
 
-from router.api.live_state import LiveState
 from router.http.admin_guard import AdminGuard
 from router.http.api_keys import ApiKeys
 from router.http.body import Body
@@ -58,7 +57,6 @@ def fleet_admin_routes(
     membership: Membership,
     changes: FleetChanges,
     guards: Sequence[params.Depends],
-    live: LiveState,
 ) -> APIRouter:
     """The routes; `guards` raise for a caller that may not use them."""
     router = APIRouter(prefix="/fleet", tags=["Operation"], dependencies=guards, route_class=JsonRoute)

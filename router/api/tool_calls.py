@@ -47,9 +47,9 @@ class ForcedCall:
         """
         calls, parameters = [], {}
         for at, (name, schema) in enumerate(functions.items()):
-            place = f"#/$defs/tool_{at}"
-            schema = _of_objects(schema, f"{where}[{at}].function.parameters")
-            parameters[f"tool_{at}"] = _moved(schema, place)
+            field = f"{where}[{at}].function.parameters"  # a node's error names the place of a schema
+            place = f"#/$defs/{field}"
+            parameters[field] = _moved(_of_objects(schema, field), place)
             properties = {"name": {"const": name}, "arguments": {"$ref": place}}
             calls.append(
                 {

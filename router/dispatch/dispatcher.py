@@ -219,7 +219,8 @@ class Dispatcher:
         else:
             message = f"no further token within {self._deadlines.stall_s:g} s from {waiting}"
             for node in req.attempt.holders:
-                self._breakers.failed(node)
+                if node.role is Role.DECODE:  # a prefill node that has told its token has done its part
+                    self._breakers.failed(node)
         if req.failover.error is not None:
             message += f"; {req.failover.error.message}"
         event("deadline", **req.fields, nodes=waiting)

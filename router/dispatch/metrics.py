@@ -62,7 +62,7 @@ class Metrics:
         )
         self._inexact = self._counter(
             "baton:num_inexact_continuations",
-            "Attempts behind output, on nodes of other numerics or of such that are not exact.",
+            "Attempts behind output, on nodes of other numerics, or on nodes that are not exact.",
         )
         self._convicted = self._counter(
             "baton:num_poison_requests", "Sequences ended because nodes crashed under them."

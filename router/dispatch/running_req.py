@@ -115,7 +115,6 @@ class Attempt:
     holders: list[Node] = field(default_factory=list)
     finished_by: Node | None = None
     sent_at: float = 0.0
-    """What its nodes had told of themselves when it was sent."""
     reports: dict[Role, ReqReport] = field(default_factory=dict)
     heard_at: dict[Role, float] = field(default_factory=dict)
     """When they came."""

@@ -84,10 +84,9 @@ class Start:
 
     @property
     def worst(self) -> StageTime | None:
-        """The stage with the largest excess; None if no excess is large enough for a start to be called slow."""
-        worst = max(self.stages, key=lambda stage: stage.excess_s)
-        is_slow = worst.excess_s >= max(MIN_EXCESS_S, MIN_EXCESS_SHARE * worst.seconds)
-        return worst if is_slow else None
+        """Of the stages that were slow, the one with the largest excess; None if no stage was."""
+        slow = [s for s in self.stages if s.excess_s >= max(MIN_EXCESS_S, MIN_EXCESS_SHARE * s.seconds)]
+        return max(slow, key=lambda stage: stage.excess_s, default=None)
 
     @property
     def slow_because(self) -> StartStage | None:

@@ -1,7 +1,4 @@
-"""The base type of answers, which msgspec encodes and /openapi.json describes.
-
-Schemas are written as pydantic_core's dicts.
-"""
+"""The base type of answers, which msgspec encodes and /openapi.json describes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from shared.protocol.messages import Role
 
 MAX_ROUTER_WORKERS = 64
 _SECONDS = fraction(0.1, 86400.0)
-_MS = fraction(0.1, 3_600_000.0)
 
 
 @dataclass(frozen=True, kw_only=True)

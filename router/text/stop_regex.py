@@ -124,7 +124,7 @@ class StopPatternCursor:
         found = pattern.search(
             self._text, start, end, partial=partial, timeout=_SEARCH_TIMEOUT_S, concurrent=False
         )
-        if found and self._start + found.end() == 0:
+        if found and self._text and self._start + found.end() == 0:
             return self._search(pattern, 1, end, partial=partial)
         return found
 

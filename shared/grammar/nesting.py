@@ -35,7 +35,8 @@ _EBNF_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-
 def check_nesting(grammar: Grammar) -> None:
     """Raise RequestError for a text that nests deeper than the limits above, and for a schema that is not JSON.
 
-    Also for a Regex() of EBNF that XGrammar would change.
+    Also for a Regex() of EBNF with syntax that XGrammar ignores. It stays as it was sent: there `.` may be a line
+    break.
     """
     regexes: Iterable[str]
     match grammar.kind:

@@ -55,7 +55,9 @@ def as_written_for_xgrammar(regex: str) -> str:
             "begin": depth > 0 or before != "bar",
             "end": depth > 0,
         }
-        if part is None or wrong.get(kind) or (before == "end" and kind != "bar"):
+        if before == "end" and kind != "bar":
+            raise ValueError(f"{regex[at - 1 : at + 9]!r} at character {at - 1}")
+        if part is None or wrong.get(kind):
             raise ValueError(f"{regex[at : at + 10]!r} at character {at}")
         text = part[0]
         if kind == "class":

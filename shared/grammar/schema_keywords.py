@@ -110,10 +110,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, dict) and v.get("type", "string") == "string",
         "a schema of strings",
     ),
-    "const": (_is_exact, "without integers beyond 64 bits and infinity"),
+    "const": (_is_exact, "a value without integers beyond 64 bits and infinity"),
     "enum": (
         lambda v: isinstance(v, list) and bool(v) and _is_exact(v),
-        "a list that is not empty, without integers beyond 64 bits and infinity",
+        "a list that is not empty and has no integers beyond 64 bits and no infinity",
     ),
     "type": (
         lambda v: v != [] and all(name in (*_ANY, "integer") for name in (v if isinstance(v, list) else [v])),
@@ -174,7 +174,7 @@ def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str
 
 def _expected(what: str, value: object) -> str:
     shown = json.dumps(value)
-    return f": it must be {what}, not {shown if len(shown) <= 60 else shown[:60] + '...'}"
+    return f": it must be {what}, not {shown if len(shown) <= 20 else shown[:20] + '...'}"
 
 
 def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
@@ -206,7 +206,7 @@ def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
             beside.remove("enum")  # as pydantic writes a Literal of one value
         yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
         if "type" in schema and not _keeps_to_type(schema, deciding, root):
-            yield "type", f" beside {deciding!r}"
+            yield "type", f" beside {deciding!r}, which allows other types"
     elif "type" in schema or any(keyword in schema for keyword in _IMPLY_TYPE):
         yield from _ignored_beside(schema)
     else:
@@ -238,8 +238,11 @@ def _stated_types(schema: Schema) -> list[object]:
     return types if isinstance(types, list) else [types]
 
 
-def _allowed_types(schema: object, root: object) -> list[object]:
-    """The types of what `schema` allows, or more. A stated `type` is believed, since the schema itself is checked."""
+def _allowed_types(schema: object, root: object, seen: frozenset[str] = frozenset()) -> list[object]:
+    """The types of what `schema` allows, or more. A stated `type` is believed, since the schema itself is checked.
+
+    `seen` are the references on the way here: a schema that refers to itself may allow anything.
+    """
     if isinstance(schema, dict) and "type" in schema:
         return _stated_types(schema)
     deciding = _deciding(_dict(schema))
@@ -247,14 +250,13 @@ def _allowed_types(schema: object, root: object) -> list[object]:
         return next(([_IMPLY_TYPE[keyword]] for keyword in _IMPLY_TYPE if keyword in _dict(schema)), _ANY)
     value = _dict(schema)[deciding]
     if deciding == "$ref":
-        target = _dict(_target(str(value), root))
-        return _stated_types(target) if "type" in target else _ANY
+        return _ANY if value in seen else _allowed_types(_target(str(value), root), root, seen | {str(value)})
     members = [value] if deciding == "const" else value
     if not isinstance(members, list):
         return _ANY
     if deciding in ("const", "enum"):
         return ["integer" if isinstance(v, float) and v.is_integer() else _TYPES[type(v)] for v in members]
-    return [name for member in members for name in _allowed_types(member, root)]
+    return [name for member in members for name in _allowed_types(member, root, seen)]
 
 
 def _deciding(schema: Schema) -> str | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from router.dispatch.start_stages import StartStage
 
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
@@ -19,6 +18,7 @@ from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCos
 from planner.simulate import Bottleneck, Run, fleet_shape, simulate
 from planner.simulator.fleet import SimFleet
 from planner.traffic.trace import SimRequest
+from router.dispatch.start_stages import StartStage
 from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 from tests.sim.workloads import unrelated

@@ -1,4 +1,4 @@
-"""Paged attention for extends and decode steps in one kernel, whose bits may not depend on the batch nor on its cut.
+"""Paged attention for extends and decode steps in one kernel.
 
 With `exact` the output of a token has the same bits from a decode step, a prefill or a chunk of one, beside any
 others:

@@ -139,9 +139,8 @@ class UnixLink:
             raise LinkError(
                 f"corrupt peer: message {seq} of {nbytes} bytes in slot {number}, which {slot_is}"
             )
-        if wait_for_hang_up(
-            self._socket, 0
-        ):  # what a dead peer has sent is still read, but its slots go with it
+        # What a dead peer has sent can still be read, but device memory goes with its process.
+        if wait_for_hang_up(self._socket, 0):
             raise PeerGone("the peer is gone, and its slots with it")
         return header, slot
 

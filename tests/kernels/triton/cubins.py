@@ -28,6 +28,8 @@ from triton.compiler import ASTSource
 SHARED_NBYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """The most shared memory of one program, by architecture (CUDA programming guide, compute capabilities)."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+DOT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
+"""Products in TTGIR."""
 SPILLS, MATRIX = r"\b(LDL|STL)\b", r"\b(HMMA|HGMMA|UTCHMMA|IMMA)\b"
 WIDE_LOADS = r"\b(LDG|LDGSTS)\.E[.\w]*\.128\b|\bUTMALDG\b"
 
@@ -123,12 +125,13 @@ def build(configuration: Configuration, arch: int) -> Cubin:
 
 
 def tiles_ahead(ttgir: str) -> int:
-    """How many turns before its use a turn's two loads are begun, in the loop of which it is least; 0 without one.
+    """How many turns before its use a turn's two loads are begun, in the loop of products of which it is least.
 
-    Of a loop's `async_wait`, `num` is the number of loads that may still be on their way.
+    0 without such a loop. Of a loop's `async_wait`, `num` is the number of loads that may still be on their way.
     """
-    waits = re.findall(r"scf\.for .*?(?:async_wait.*?num = (\d+).*?)?scf\.yield", ttgir, re.DOTALL)
-    return min((int(wait) // 2 for wait in waits if wait), default=0)
+    loops = [loop for loop in re.findall(r"scf\.for .*?scf\.yield", ttgir, re.DOTALL) if DOT.search(loop)]
+    waits = [re.search(r"async_wait.*?num = (\d+)", loop) for loop in loops]
+    return min((int(wait[1]) // 2 if wait else 0 for wait in waits), default=0)
 
 
 def _said_by(tool: str, *arguments: str) -> str:

@@ -59,9 +59,10 @@ PRODUCT = Configuration(
 
 
 def test_the_depth_is_that_of_the_loop_that_waits_most() -> None:
-    loop = "scf.for %i = 0 to 8 { ttg.async_wait %k, %v {num = NUM : i32} scf.yield } ttg.async_wait {num = 0 : i32}"
+    loop = "scf.for %i = 0 to 8 { ttg.async_wait %k, %v {num = NUM : i32} tt.dot %q, %k scf.yield }"
     ahead, waiting = loop.replace("NUM", "2"), loop.replace("NUM", "0")
-    assert (tiles_ahead(ahead), tiles_ahead(ahead + waiting), tiles_ahead("")) == (1, 0, 0)
+    at_once = "scf.for %i = 0 to 8 { tt.load %k tt.dot %q, %k scf.yield }"
+    assert [tiles_ahead(ttgir) for ttgir in (ahead, ahead + waiting, ahead + at_once, "")] == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,9 @@ def test_what_a_client_can_make_the_router_keep(
             with contextlib.ExitStack() as clients:
                 for _ in range(NUM_CLIENTS):
                     clients.enter_context(await come())
-                await eventually(lambda: traced() - before < NUM_CLIENTS * KEPT_BYTES, lambda: traced() - before)
+                await eventually(
+                    lambda: traced() - before < NUM_CLIENTS * KEPT_BYTES, lambda: traced() - before
+                )
             await eventually(lambda: not live() - parts, lambda: live() - parts)
             await eventually(lambda: traced() - before < NUM_CLIENTS * LEFT_BYTES, lambda: traced() - before)
 

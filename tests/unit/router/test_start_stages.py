@@ -161,6 +161,12 @@ def test_less_than_half_of_a_long_stage_is_no_excess() -> None:
     assert start_of(serve(fleet, replace(USUAL, prefill=2.1))).slow_because is StartStage.PREFILL
 
 
+def test_a_slow_stage_is_named_behind_a_longer_one_that_is_not_slow() -> None:
+    fleet = measured_fleet()
+    fleet.prefills[0].load = replace_rate(RATES, 80.0)
+    assert start_of(serve(fleet, replace(USUAL, prefill=1.8, queue=0.5))).slow_because is StartStage.QUEUE
+
+
 def replace_rate(load: Load, tokens_per_s: float) -> Load:
     return msgspec.structs.replace(load, prefill_tokens_per_s=tokens_per_s)
 

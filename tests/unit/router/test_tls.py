@@ -79,7 +79,7 @@ async def ask(router: Router, context: ssl.SSLContext, path: str = "/health") ->
         return (await client.get(path)).status_code
 
 
-def test_answers_streams_and_the_terminal_over_https(model_folder: Path, ours: TlsOptions) -> None:
+def test_answers_and_streams_over_https(model_folder: Path, ours: TlsOptions) -> None:
     async def run() -> None:
         async with (
             pair() as nodes,
