@@ -339,7 +339,7 @@ def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
 
 def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> None:
     async def tell_the_same(node: FakeNode, message: Prefill | Decode) -> None:
-        ids = [byte_level_tokenizer().token_to_id("a")] * 200
+        ids = [byte_level_tokenizer().token_to_id("a")] * 150
         node.tokens(message.key, 0, ids, Finish("length"))
 
     async def run() -> None:
@@ -347,15 +347,15 @@ def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> None:
             body = {
                 "text": ["one", "two"],
                 "sampling_params": [
-                    {"max_new_tokens": 200},
-                    {"max_new_tokens": 200, "stop_regex": r"(a?){40}a{40}b"},
+                    {"max_new_tokens": 150},
+                    {"max_new_tokens": 150, "stop_regex": r"(a?){40}a{40}b"},
                 ],
             }
             refused = await client.post("/generate", json=body)
             assert refused.status_code == 400
             error = refused.json()["error"]
             assert error["message"].startswith("prompt 1: sampling_params[1].stop_regex takes too long")
-            alone = {"text": "one", "sampling_params": {"max_new_tokens": 200}}
+            alone = {"text": "one", "sampling_params": {"max_new_tokens": 150}}
             assert (await client.post("/generate", json=alone)).status_code == 200
 
     asyncio.run(run())
