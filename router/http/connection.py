@@ -191,7 +191,9 @@ class Connection(asyncio.Protocol):
         """Write what a client ignores. From one that has left comes a reset, which makes a later probe fail."""
         self._client_timer = None
         if self._answering:
-            if not self._write_paused:  # an answer that began and has not ended is a stream of events, in chunks
+            if (
+                not self._write_paused
+            ):  # an answer that began and has not ended is a stream of events, in chunks
                 comment, interim = b"3\r\n:\n\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
                 self._transport.write(comment if self._response_started else interim)
             self._client_timer = self._loop.call_later(then_s, self._probe, min(2 * then_s, _MAX_PROBE_S))

@@ -234,7 +234,10 @@ def test_what_a_client_can_make_the_router_keep(
 
     async def run() -> None:
         http = HttpOptions(port=0, served_model_name="tiny", tls=tls, api_keys=("secret",))
-        async with joined_router(model_folder, [], http=http, connections=PATIENT, wait=False) as (router, plain):
+        async with joined_router(model_folder, [], http=http, connections=PATIENT, wait=False) as (
+            router,
+            plain,
+        ):
             await plain.aclose()
 
             async def come() -> socket.socket:
@@ -247,7 +250,9 @@ def test_what_a_client_can_make_the_router_keep(
             with contextlib.ExitStack() as clients:
                 for _ in range(NUM_CLIENTS):
                     clients.enter_context(await come())
-                await eventually(lambda: traced() - before < NUM_CLIENTS * KEPT_BYTES, lambda: traced() - before)
+                await eventually(
+                    lambda: traced() - before < NUM_CLIENTS * KEPT_BYTES, lambda: traced() - before
+                )
             await eventually(lambda: not live() - parts, lambda: live() - parts)
             await eventually(lambda: traced() - before < NUM_CLIENTS * LEFT_BYTES, lambda: traced() - before)
 

@@ -28,7 +28,9 @@ def test_head_is_get_without_a_body(model_folder: Path) -> None:
         http = HttpOptions(port=0, served_model_name="tiny", allowed_origins=(ORIGIN["Origin"],))
         async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
             document = (await client.get("/openapi.json")).json()
-            paths = [path for path, methods in document["paths"].items() if "get" in methods and "{" not in path]
+            paths = [
+                path for path, methods in document["paths"].items() if "get" in methods and "{" not in path
+            ]
             assert ENDLESS in paths and len(paths) > 8
             for path in (*paths, *ODD_PATHS, *PAGE_PATHS):
                 async with client.stream("GET", path, headers=ORIGIN) as get:
@@ -37,7 +39,9 @@ def test_head_is_get_without_a_body(model_folder: Path) -> None:
                 assert (head.status_code, told(head)) == (get.status_code, told(get)), path
                 assert head.content == b"" and head.headers["x-request-id"], path
             page, of_page = await client.get("/"), await client.head("/")
-            assert of_page.headers["content-length"] == str(len(page.content)) == page.headers["content-length"]
+            assert (
+                of_page.headers["content-length"] == str(len(page.content)) == page.headers["content-length"]
+            )
             for path in ("/generate", "/v1/completions"):
                 head = await client.head(path)
                 assert (head.status_code, head.headers["allow"]) == (405, "POST")
@@ -65,7 +69,10 @@ def test_head_ends_where_get_is_endless_and_the_connection_goes_on(model_folder:
 def test_head_needs_the_key_that_get_needs(model_folder: Path) -> None:
     async def run() -> None:
         http = HttpOptions(port=0, served_model_name="tiny", api_keys=("k",))
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client):
+        async with (
+            pair() as nodes,
+            joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
+        ):
             for path, status in (("/", 200), ("/server_info", 401), ("/metrics", 401)):
                 assert (await client.head(path)).status_code == status
             assert (await client.head("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200

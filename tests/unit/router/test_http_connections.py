@@ -462,7 +462,9 @@ def test_an_upgrade_is_not_taken_up(model_folder: Path) -> None:
 def test_a_client_that_sends_no_more_is_served_to_the_end(model_folder: Path, stream: bool) -> None:
     async def scene(port: int, decode: FakeNode) -> None:
         async with raw_client(port) as client:
-            client.send(post("/generate", {**GENERATE, "stream": stream}) + post("/tokenize", {"prompt": "a"}))
+            client.send(
+                post("/generate", {**GENERATE, "stream": stream}) + post("/tokenize", {"prompt": "a"})
+            )
             client.writer.write_eof()
             for work in (await decode.wait_for(Decode),):
                 await asyncio.sleep(0.2)
@@ -504,7 +506,12 @@ def test_a_client_that_leaves_is_told_from_one_that_sends_no_more(
 
 def test_half_a_request_and_no_more(model_folder: Path) -> None:
     async def scene(port: int, _: FakeNode) -> None:
-        for said in ("", "GET /heal", "POST /generate HTTP/1.1\nHost: a\nContent-Length: 9\n\n{", CHUNKED + "\n5"):
+        for said in (
+            "",
+            "GET /heal",
+            "POST /generate HTTP/1.1\nHost: a\nContent-Length: 9\n\n{",
+            CHUNKED + "\n5",
+        ):
             async with raw_client(port) as client:
                 client.send(said)
                 client.writer.write_eof()
