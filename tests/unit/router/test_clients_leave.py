@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
+from router.http.json_bodies import JsonRequest
 from router.http.tls import TlsOptions
 from shared.protocol.messages import Decode, Finish
 from tests.patience import PATIENCE_S, eventually
@@ -44,7 +45,7 @@ GENERATE: dict[str, object] = {
     "text": "a fox",
     "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
 }
-KINDS = (Connection, HttpToolsProtocol, RequestResponseCycle, httptools.HttpRequestParser)
+KINDS = (Connection, HttpToolsProtocol, RequestResponseCycle, httptools.HttpRequestParser, JsonRequest)
 
 Stage = Callable[[RawClient], Awaitable[None]]
 """Brings an exchange to the point where its client leaves."""
@@ -91,6 +92,16 @@ async def is_answered_early(client: RawClient) -> None:
 
 BEHIND = "with requests behind a stream"
 """uvicorn does not read then, so that a write is the first to notice."""
+
+
+def is_refused(body: object) -> Stage:
+    async def refused(client: RawClient) -> None:
+        client.send(post("/generate", body))
+        assert (await client.answer()).status == 400
+
+    return refused
+
+
 STAGES: dict[str, Stage] = {
     "before the request line": sends(""),
     "in the request line": sends("GET /heal"),
@@ -109,6 +120,10 @@ STAGES: dict[str, Stage] = {
     ),
     "with half of the answer read": reads_half,
     "in keep-alive": is_answered,
+    "after a body of a wrong type": is_refused({"text": 5}),
+    "after a body that is no object": is_refused("no object"),
+    "after a body with a wrong value": is_refused({"text": "a", "sampling_params": {"regex": "("}}),
+    "after a body that is too long": is_refused({"input_ids": [1] * 100_000}),
 }
 
 
