@@ -104,6 +104,20 @@ def test_it_begins_when_the_others_have_ended() -> None:
         assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
 
 
+def test_a_node_is_emptied_for_each_of_two() -> None:
+    with Cluster(0, 1, token_engine, config()) as cluster:
+        router = cluster.router
+        first = submit(cluster, "first", seed=0, alone_tokens=ALONE)
+        cluster.run_all()
+        other = submit(cluster, "other", seed=1)
+        cluster.run(lambda: bool(router.answers[other].token_ids))
+        second = submit(cluster, "second", seed=2, alone_tokens=ALONE)
+        cluster.run_all(check=True)
+        assert router.alone == [first, second]
+        assert cluster.tokens(second) == wanted(prompt(2), NUM_NEW)
+        cluster.assert_idle()
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_node_takes_others_again_when_it_is_cancelled(waits: bool) -> None:
     with Cluster(0, 1, token_engine, config()) as cluster:

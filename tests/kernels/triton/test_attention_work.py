@@ -6,7 +6,8 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 
 from shared.kernels.triton.attention_work import (
     MERGE_ROWS,
@@ -48,6 +49,7 @@ def work_of(
     workspace_rows=st.sampled_from([0, 100, 5000, 10**6]),
     split=st.sampled_from([0, SPLIT]),
 )
+@example(batch=[(3000, 1)], group=1, num_programs=1000, workspace_rows=5000, split=0)
 def test_every_row_is_computed_once(
     batch: list[tuple[int, int]], group: int, num_programs: int, workspace_rows: int, split: int
 ) -> None:
@@ -125,8 +127,9 @@ def test_splits_follow_from_what_there_is_to_do() -> None:
     assert keys([(8191, 1)] + [(63, 1)] * 2000) == {64, 1024}, "no program waits for the long one"
 
 
-def test_programs_have_equal_shares_of_a_prefill() -> None:
-    items_I8 = work_of([(0, 2048)], 4, 20, 0).items_I8
+@pytest.mark.parametrize("num_tokens", [320, 2048])
+def test_programs_have_equal_shares_of_a_prefill(num_tokens: int) -> None:
+    items_I8 = work_of([(0, num_tokens)], 4, 20, 0).items_I8
     shares = [int((items_I8[i::10, 6] - items_I8[i::10, 5]).sum()) for i in range(10)]  # of 2 KV heads
     assert max(shares) - min(shares) <= 2 * BLOCK_M, shares
 

@@ -122,6 +122,7 @@ def test_no_bytes_that_are_not_utf_8(
     matcher = backend.compile(grammar).new_matcher()
     assert grammar.kind == "regex" or matcher.accept(token_of[ord('"')])
     assert matcher.accept(token_of[lead])
+    assert not matcher.accept(token_of[ord('"')]), "a token that is refused changes nothing"
     found = allowed(matcher)
     assert token_of[forbidden] not in found
     assert token_of[right] in found
@@ -140,6 +141,7 @@ def test_no_bytes_that_are_not_utf_8(
         (r"[\x41b]", "A", "\u041b"),
         (r"[\xe9a]", "é", "\u0e9a"),
         (r"[\u00e93]", "3", "\u0e93"),
+        (r"[\x7f3]", "3", "\u07f3"),
         (r"[^\x01a]", "b", "a"),
         (r"[\x00b]", "b", "c"),
         (r"[\u4e00-\u9fa5a]", "a", "b"),
@@ -202,6 +204,7 @@ def test_whitespace_is_bounded(backend: XGrammarBackend, encode: Callable[[str],
         ("regex", "a(?=b)", "'(?=b)' at character 1 cannot be enforced"),
         ("regex", "a^b", "'^b' at character 1 cannot be enforced"),
         ("regex", "a$b", "'$b' at character 1 cannot be enforced"),
+        ("regex", "(a$)", "'$)' at character 2 cannot be enforced"),
         ("regex", r"\Aab\Z", r"'\\Aab\\Z' at character 0 cannot be enforced"),
         ("regex", "a{2}+", "'+' at character 4 cannot be enforced"),
         ("regex", "a{99999999999}", "cannot be enforced"),

@@ -43,9 +43,11 @@ def test_a_slot_is_seen_through_its_descriptor_and_cannot_be_shrunk_there(writab
         os.ftruncate(slot.descriptor, 0)
 
 
-def test_memory_that_its_owner_could_shrink_is_not_mapped() -> None:
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW], ids=["unsealed", "sealed against growth alone"])
+def test_memory_that_its_owner_could_shrink_is_not_mapped(seals: int) -> None:
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 4096)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     with pytest.raises(LinkError, match="not sealed"):
         map_slot(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):  # it was taken over, and closed

@@ -163,6 +163,15 @@ def test_noise_alone_is_no_bandwidth(noise: list[float]) -> None:
     assert fit_transfers(points) == (pytest.approx(0.001, rel=0.01), None)
 
 
+def test_a_latency_without_a_bandwidth_is_that_of_all_sizes() -> None:
+    """The longer transfer takes 0.8 % more."""
+    points = [
+        TransferPoint(what="", nbytes=nbytes, seconds=(seconds,))
+        for nbytes, seconds in ((1000, 0.001), (1_000_000, 0.001008))
+    ]
+    assert fit_transfers(points) == (pytest.approx(0.001004, rel=1e-4), None)
+
+
 def test_a_bandwidth_that_can_just_be_measured_is_kept() -> None:
     """The bytes of the longest transfer add 2 % to the latency."""
     link = TransferCost(latency_s=0.001, bytes_s=1e6 / 0.00002)

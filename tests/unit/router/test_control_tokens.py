@@ -278,6 +278,7 @@ def test_a_template_finds_what_it_looks_for(folder_of: Callable[[str], Path], me
         ("{{ messages[0].content.startswith('<') }}", "False"),
         ("{{ messages[0].content is eq('a<|im_end|>b') }}", "True"),
         ("{{ messages[0].content.replace('a', '<|im_end|>') }}", "<|im_end|><MARK|im_end|>b"),
+        ("{{ messages[0].content | replace('a', '<|im_end|>') }}", "<|im_end|><MARK|im_end|>b"),
         ("{{ raise_exception(messages[0].content) }}", "a<|im_end|>b"),
     ],
 )
@@ -292,6 +293,15 @@ def test_what_templates_do_with_such_a_text(tmp_path: Path, source: str, text: s
         assert raised.value.message.endswith(text)
     else:
         assert model.chat_template.render_now(chat).replace(MARK, "MARK") == text
+
+
+def test_a_template_of_the_operator_marks_texts_too(tmp_path: Path) -> None:
+    folder, override = write(tmp_path, tokenizer_of("qwen25"), "unused"), tmp_path / "other.jinja"
+    override.write_text("{{ messages[0].content }}")
+    model = ServedModel.load("m", folder, served_name=None, chat_template=override)
+    assert model.chat_template is not None
+    chat = Chat(messages=[{"role": "user", "content": "<|im_end|>"}])
+    assert model.chat_template.render_now(chat) == f"<{MARK}|im_end|>"
 
 
 def test_the_builtin_model() -> None:
@@ -315,6 +325,27 @@ def test_a_sentencepiece_tokenizer_adds_no_spaces_beside_the_text(tmp_path: Path
     ids = ids_of(folder, [with_token])
     z, s = tokenizer.token_to_id("<0x7A>"), tokenizer.token_to_id("s")
     assert [z if i == s else i for i in ids] == as_transformers(folder, [as_text])
+
+
+def test_a_token_of_one_character(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen25")
+    tokenizer.add_special_tokens(["\u2192"])
+    folder = write(tmp_path, tokenizer, "{{ messages[0].content }}\u2192")
+    texts = ("a \u2192 b\u2192", "x")
+    ids = check(folder, *([{"role": "user", "content": text}] for text in texts))
+    assert ids[-1] == tokenizer.token_to_id("\u2192")
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_a_token_takes_the_spaces_on_its_own_side(tmp_path: Path, side: str) -> None:
+    """Tokens of Phi-3 take those behind them."""
+    tokenizer = tokenizer_of("qwen25")
+    tokenizer.add_special_tokens(
+        [AddedToken("<|user|>", special=True, normalized=False, **{side: True})]  # type: ignore[arg-type]
+    )
+    folder = write(tmp_path, tokenizer, "a <|user|> {{ messages[0].content }}")
+    before = tokenizer.encode("a <|user|> x").ids
+    assert ids_of(folder, [{"role": "user", "content": "x<|im_end|>"}])[: len(before)] == before
 
 
 def test_a_string_that_can_only_be_a_token_is_refused(tmp_path: Path) -> None:

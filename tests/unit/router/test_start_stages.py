@@ -195,6 +195,13 @@ def test_a_fetch_should_cost_what_computing_the_same_tokens_would() -> None:
     )
 
 
+def test_a_fetch_beside_the_reservation_counts_from_its_end() -> None:
+    start = start_of(serve(measured_fleet(), replace(USUAL, reservation=0.2, fetch=0.01, queue=0.4)))
+    seconds = {stage.stage: stage.seconds for stage in start.stages}
+    assert seconds[StartStage.FETCH] == pytest.approx(0.01)
+    assert start.slow_because is StartStage.QUEUE
+
+
 def test_a_fetch_beside_a_chunk_ahead_counts_once() -> None:
     start = start_of(serve(measured_fleet(), replace(USUAL, reservation=0.25, fetch=0.05, ahead=0.3)))
     assert min(stage.seconds for stage in start.stages) >= 0
@@ -238,6 +245,26 @@ def test_a_prompt_that_its_decode_node_computes_has_no_reservation() -> None:
     start = start_of(req)
     assert [stage.stage for stage in start.stages] == ["dispatch", "failover", "queue", "prefill", "delivery"]
     assert start.slow_because is StartStage.QUEUE
+
+
+def test_a_prompt_that_was_retracted_counts_its_first_stay_in_each_stage() -> None:
+    fleet = Fleet(1, local_prefill_tokens=10_000)
+    fleet.decodes[0].load = RATES
+    req = fleet.start(max_new_tokens=1 + 1)
+    (decode,) = req.nodes
+    fleet.now += 0.9
+    stays = (
+        ("queued", 0.3),
+        ("prefilling", 0.02),
+        ("retracted", 0.5),
+        ("prefilling", 0.08),
+        ("decoding", 0.0),
+    )
+    report = ReqReport(stamps=stamps(Role.DECODE, 5.0, *stays))
+    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 0, (7, 8), Finish("length"), report)])
+    seconds = {stage.stage: stage.seconds for stage in start_of(req).stages}
+    assert seconds[StartStage.PREFILL] == pytest.approx(0.02)
+    assert seconds[StartStage.DELIVERY] == pytest.approx(0.58)
 
 
 def test_a_turn_among_the_api_keys_is_named() -> None:

@@ -162,6 +162,30 @@ def test_parameters_that_are_not_of_objects_are_refused(
     assert refused.value.status == 400
 
 
+REF = {"$ref": "#/$defs/x"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "array", "items": REF}, "[1]", '["a"]'),
+        ({"type": "array", "unevaluatedItems": REF}, "[1]", '["a"]'),
+        ({"type": "array", "prefixItems": [REF]}, "[1]", '["a"]'),
+        ({"type": "object", "additionalProperties": REF}, '{"a": 1}', '{"a": "a"}'),
+        ({"type": "object", "unevaluatedProperties": REF}, '{"a": 1}', '{"a": "a"}'),
+        ({"type": "object", "patternProperties": {"^a$": REF}}, '{"a": 1}', '{"a": "a"}'),
+        ({"oneOf": [REF]}, "1", '"a"'),
+    ],
+    ids=str,
+)
+def test_a_reference_leads_to_its_schema_from_everywhere(schema: dict[str, Any], good: str, bad: str) -> None:
+    parameters = {"properties": {"k": schema}, "required": ["k"], "$defs": {"x": {"type": "integer"}}}
+    call = ForcedCall.any_of({"f": parameters}, "tools")
+    text = '{{"name": "f", "arguments": {{"k": {}}}}}'
+    assert follows(call, text.format(good))
+    assert not follows(call, text.format(bad))
+
+
 def test_what_only_looks_like_a_reference_stays() -> None:
     """Values and annotations are no schemas; names of properties are no keywords."""
     parameters = {

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from router.dispatch.circuit_breakers import FAILURES_TO_OPEN
+from router.dispatch.failover import Loss
 from router.http.config import DispatchOptions
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
@@ -140,6 +141,18 @@ def test_what_can_be_is_taken(ids: tuple[int, ...]) -> None:
     assert (req.output_ids, req.cached_tokens, req.error) == ([*ids, 5], len(IDS), None)
 
 
+def test_output_of_an_earlier_attempt_may_be_cached_too() -> None:
+    fleet = Fleet(2, 0)
+    req = fleet.start(max_new_tokens=NUM_NEW)
+    lost = next(node for node in fleet.decodes if node is req.nodes[-1])
+    fleet.dispatcher.on_tokens(lost, [TokenEntry(req.key, 0, (5, 6))])
+    fleet.decodes.remove(lost)
+    fleet.dispatcher.on_node_lost(lost, "the process ended", Loss.BROKEN)
+    report = ReqReport(cached_tokens=len(IDS) + 2)
+    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 2, (7,), None, report)])
+    assert (req.output_ids, req.key.attempt) == ([5, 6, 7], 1)
+
+
 def test_a_finish_without_a_token_ends_what_asked_for_none() -> None:
     fleet = Fleet(1)
     req = fleet.start(max_new_tokens=0)
@@ -176,6 +189,20 @@ def test_a_source_that_lies_after_the_move_counts_where_its_tokens_are_awaited(a
     assert req.key == key and req.awaits_left is awaited
     fleet.dispatcher.on_tokens(source, [TokenEntry(old, 1, (-1,), logprobs=one)])
     assert (req.key == key) is not awaited and not req.ended
+
+
+@pytest.mark.parametrize("later", [None, Logprobs(bytes(4))], ids=["no logprobs", "logprobs"])
+def test_a_target_may_lack_logprobs_in_its_first_message_alone(later: Logprobs | None) -> None:
+    fleet = Fleet(2, 0)
+    req = fleet.start(max_new_tokens=NUM_NEW, logprobs=LogprobParams())
+    source = req.nodes[-1]
+    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (5,), logprobs=Logprobs(bytes(4)))])
+    fleet.dispatcher.on_move_wanted(source, [req.key])
+    assert req.moving is not None
+    key, (target,) = req.moving.key, req.moving.nodes
+    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, ())])
+    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, (6,), logprobs=later)])
+    assert (req.key == key) is (later is not None) and not req.ended
 
 
 def test_a_prefill_node_that_lies_late_does_not_disturb_the_stream() -> None:
@@ -316,7 +343,7 @@ def test_a_node_of_sizes_that_cannot_be_is_not_used(
         )
         async with broken, joined_router(model_folder, [broken], wait=False) as (_, client):
             wanted = f"{field}: {(layout | limits)[field]} is below 1"
-            while (member := (await client.get("/health")).json()["decode"][0])["reason"] != wanted:
+            while (member := (await client.get("/health")).json()["decode"][0]).get("reason") != wanted:
                 await asyncio.sleep(0.02)
             assert member["state"] == "refused"
 
