@@ -30,8 +30,10 @@ def attention_constants(
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "PAGE_SIZE": page_size,
-        "BLOCK_M": 64 if block_d <= 128 else 32,
-        "FEW_M": FEW_ROWS if not exact and dtype.itemsize == 2 else 0,  # float32 would spill (sm_100)
+        "BLOCK_M": 64 if block_d * dtype.itemsize <= 256 else 32,
+        "FEW_M": FEW_ROWS
+        if not exact and dtype.itemsize == 2 and block_d <= 128
+        else 0,  # else it would spill
         "TILE": max(16, min(64, 16384 // (block_d * dtype.itemsize))),
         "SPLIT": SPLIT if exact else 0,
     }

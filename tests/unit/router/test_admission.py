@@ -217,7 +217,7 @@ def test_places_come_back(model_folder: Path, how: str) -> None:
         node.send(Failed(message.key, 500, "broken"))
 
     async def end(node: FakeNode, message: Prefill | Decode) -> None:
-        node.tokens(message.key, 0, [], Finish("length"))
+        node.tokens(message.key, 0, node.story[:1], Finish("length"))
 
     script = {"fails": fail, "ends at once": end}.get(how, say_nothing)
 

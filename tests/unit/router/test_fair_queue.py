@@ -47,8 +47,9 @@ class Keys:
         return [of[m.key.rid] for m in self.fleet.prefills[0].sent if isinstance(m, Prefill)]
 
     def answer(self, req: RunningReq, num_tokens: int = 1) -> None:
+        """The prefill node tells the first token; the decode node repeats it before it goes on."""
         node = self.fleet.decodes[0] if req.last_token_at else self.fleet.prefills[0]
-        entry = TokenEntry(req.key, len(req.output_ids), tuple(range(num_tokens)))
+        entry = TokenEntry(req.key, 0, tuple(range(len(req.output_ids) + num_tokens)))
         self.fleet.dispatcher.on_tokens(node, [entry])
 
     def answer_all(self) -> None:

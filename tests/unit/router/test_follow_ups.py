@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,6 @@ import pytest
 from router.dispatch.prefix_index import ASK_AFTER_PONGS
 from router.http.config import DispatchOptions
 from shared.protocol.block_hash import block_hashes
-from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
     CacheEvents,
     CacheResync,
@@ -37,6 +35,7 @@ from tests.unit.router.fakes import (
     tell_story,
     until_loads,
 )
+from tests.unit.router.scoring import entry
 
 SIZE = LAYOUT.page_size
 IDS = [3 + i % 50 for i in range(5 * SIZE)]
@@ -169,9 +168,7 @@ def test_a_burst_is_shared_by_those_that_hold_the_same(model_folder: Path) -> No
 
 def test_a_prompt_that_is_scored_is_not_sent_to_who_would_decline(model_folder: Path) -> None:
     async def scored(node: FakeNode, message: Prefill | Decode) -> None:
-        known = Logprobs(struct.pack("<f", -1.0))
-        entry = TokenEntry(message.key, 0, (5,), Finish("length"), logprobs=known, input_logprobs=known)
-        node.send(Tokens((entry,)))
+        node.send(Tokens((entry(node, message, 0, Finish("length")),)))
 
     async def run() -> None:
         async with (

@@ -38,7 +38,8 @@ async def scored_by_seed(node: FakeNode, message: Prefill | Decode, num_tokens: 
     wanted = message.work.params.max_new_tokens
     for position in range(wanted if num_tokens is None else num_tokens):
         finish = Finish("length") if position == wanted - 1 else None
-        logprobs = Logprobs(struct.pack("<f", score(message.work.params.seed)))
+        asked = message.work.params.logprobs
+        logprobs = Logprobs(struct.pack("<f", score(message.work.params.seed))) if asked else None
         token = (message.work.params.seed % 4 + 40,)
         node.send(Tokens((TokenEntry(message.key, position, token, finish, ReqReport(), logprobs, None),)))
 

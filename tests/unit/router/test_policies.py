@@ -100,7 +100,7 @@ class TestPrefillNodes:
         assert fleet.counts.queued_tokens.of(node) == 3 * len(IDS)
         fleet.dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,))])
         assert (fleet.counts.queued_tokens.of(node), fleet.counts.seqs.of(node)) == (2 * len(IDS), 2)
-        fleet.dispatcher.on_tokens(reqs[0].nodes[1], [TokenEntry(reqs[0].key, 1, (2,), Finish("length"))])
+        fleet.dispatcher.on_tokens(reqs[0].nodes[1], [TokenEntry(reqs[0].key, 0, (1, 2), Finish("length"))])
         fleet.dispatcher.release(reqs[1])
         assert (fleet.counts.queued_tokens.of(node), fleet.counts.seqs.of(node)) == (len(IDS), 1)
         node.load = Load(num_queued_tokens=7 * len(IDS), num_waiting=7)  # six of other routers
