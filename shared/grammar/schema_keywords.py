@@ -166,10 +166,12 @@ def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str
         yield from _ignored(names, f"{path}/propertyNames", root)
         schema["propertyNames"] = names
     if "pattern" in schema:
-        schema["pattern"] = as_written_for_xgrammar(schema["pattern"])
+        schema["pattern"] = as_written_for_xgrammar(schema["pattern"], in_json=True)
     if "patternProperties" in schema:
         schemas = schema["patternProperties"].items()
-        schema["patternProperties"] = {as_written_for_xgrammar(pattern): child for pattern, child in schemas}
+        schema["patternProperties"] = {
+            as_written_for_xgrammar(pattern, in_json=True): child for pattern, child in schemas
+        }
 
 
 def _expected(what: str, value: object) -> str:
@@ -192,7 +194,7 @@ def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
     keyword = "pattern" if "pattern" in schema else "patternProperties"
     for pattern in [schema["pattern"]] if "pattern" in schema else schema.get("patternProperties", {}):
         try:
-            as_written_for_xgrammar(pattern)
+            as_written_for_xgrammar(pattern, in_json=True)
         except ValueError as found:
             yield keyword, f" with {found}"
         if not _NOTHING_TO_ESCAPE.fullmatch(pattern):

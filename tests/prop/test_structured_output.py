@@ -11,7 +11,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import jsonschema
 import numpy as np
 import pytest
 import regex as regex_module
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -159,6 +159,71 @@ def test_an_answer_matches_the_regex(world: World, pattern: str, seed: int) -> N
     compiled = compile_or_refuse(world, Grammar("regex", pattern), r"regex: ")
     for text in answers(world, compiled, seed):
         assert is_match(pattern, text), text
+
+
+# --- classes in patterns
+
+MEMBERS_OF_JSON = [
+    "é",
+    r"\xe9",
+    r"\u4e00",
+    "一",
+    " -~",
+    "!-#",
+    "~-é",
+    r"\S",
+    r"\W",
+    r"\D",
+    r"\s",
+    r"\d",
+    r"\w",
+]
+MEMBERS_OF_JSON += ["a-z", "0-9", '"', r"\\", r"\n", r"\x00-\x1f", r"\x7f", "b", r"\t", "-", "\t", r"\u0041"]
+CLASSES_OF_JSON = st.tuples(
+    st.sampled_from(["[", "[^"]), st.lists(st.sampled_from(MEMBERS_OF_JSON), min_size=1, max_size=3)
+).map(lambda parts: f"{parts[0]}{''.join(parts[1])}]")
+IN_A_SCHEMA = [
+    ('"', lambda pattern: {"type": "string", "pattern": pattern}),
+    ('{"', lambda pattern: {"type": "object", "propertyNames": {"pattern": pattern}, "minProperties": 1}),
+    ('{"', lambda pattern: {"type": "object", "patternProperties": {pattern: True}, "minProperties": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("opening", "schema"), IN_A_SCHEMA, ids=["pattern", "propertyNames", "patternProperties"]
+)
+@given(pattern=CLASSES_OF_JSON)
+@settings(max_examples=2 * NUM_EXAMPLES)
+@example(pattern="[^é]")
+@example(pattern=r"[^\x00-\x1f]")
+@example(pattern=r"[^\x00-\x1f\x7f]")
+@example(pattern="[^一-龥]")
+@example(pattern="[ -~é]")
+@example(pattern=r"[^\S ]")
+@example(pattern=r"[^ -~\S]")
+@example(pattern="[^a-]")
+def test_a_class_in_a_pattern_keeps_to_json(
+    world: World, opening: str, schema: Callable[[str], object], pattern: str
+) -> None:
+    message = r"json_schema: '\w+' at #|json_schema: .* parser error"
+    compiled = compile_or_refuse(world, Grammar("json_schema", json.dumps(schema(pattern))), message)
+    if compiled is None:
+        return
+
+    def takes(text: str) -> bool:
+        state = compiled.new_matcher()
+        ids = [token_id for char in text for token_id in world.tokenizer.encode(char).ids]
+        return all(map(state.accept, ids))
+
+    assert takes(opening)
+    assert not takes(f'{opening}""')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        allowed = re.compile(pattern, re.ASCII)
+    for char in "\\\n\r\t\x00":
+        assert not takes(opening + char)
+    for char in "abz09 ~!#é一þ_-A\x7f":
+        assert takes(f'{opening}{char}"') == bool(allowed.fullmatch(char)), char
 
 
 # --- schemas
