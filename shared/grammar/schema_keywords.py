@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -27,6 +28,9 @@ _IMPLY_TYPE = {
     **dict.fromkeys(("properties", "additionalProperties", "unevaluatedProperties"), "object"),
     **dict.fromkeys(("items", "prefixItems", "unevaluatedItems"), "array"),
 }
+MAX_STATES = 4096
+"""XGrammar's time grows with the square of their number: these take 0.3 s of one core. A `multipleOf` needs as many as
+its value, and an object with a number of names needs one for each name and each number from the least to the most."""
 _LENGTHS = ("minLength", "maxLength")
 _FAR = Fraction(2**64)
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -137,19 +141,33 @@ def check_keywords(text: str) -> str:
     root = json.loads(
         text, strict=False, parse_int=lambda digits: int(digits[:21])
     )  # beyond 64 bits in any case
-    for path, keyword, why in _ignored(root, "#", root):
+    walk = _Walk(root)
+    for path, keyword, why in _ignored(root, "#", walk):
         raise RequestError(f"json_schema: {keyword!r} at {path} cannot be enforced{why}", param="json_schema")
     return json.dumps(root)
 
 
-def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str, str]]:
+@dataclass
+class _Walk:
+    """What is known of the whole schema while its parts are checked."""
+
+    root: object
+    num_states: int = 0
+
+
+def _ignored(schema: object, path: str, walk: _Walk) -> Iterator[tuple[str, str, str]]:
     """Yield (path, keyword, reason) of each ignored keyword. The reason follows the words "cannot be enforced".
 
     Once all of a schema was yielded, its patterns are changed to what XGrammar reads in the same way.
     """
     if not isinstance(schema, dict):
         return
-    for keyword, why in _ignored_here(schema, root):
+    for keyword, why in _ignored_here(schema, walk.root):
+        yield path, keyword, why
+    keyword, num_states = _num_states(schema)
+    walk.num_states += num_states
+    if walk.num_states > MAX_STATES:
+        why = f": with what is before it, it needs {walk.num_states} states of the grammar, above {MAX_STATES}"
         yield path, keyword, why
     if path != "#" and "$id" in schema:
         yield path, "$id", " but at the root, since it is the base of references"
@@ -158,12 +176,12 @@ def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str
         for name, child in children.items() if isinstance(children, dict) else enumerate(children):
             if not isinstance(child, dict) and child is not True:
                 yield f"{path}/{keyword}/{name}", keyword, _expected("a schema that allows something", child)
-            yield from _ignored(child, f"{path}/{keyword}/{name}", root)
+            yield from _ignored(child, f"{path}/{keyword}/{name}", walk)
     for keyword in SINGLE_SCHEMAS:
-        yield from _ignored(schema.get(keyword), f"{path}/{keyword}", root)
+        yield from _ignored(schema.get(keyword), f"{path}/{keyword}", walk)
     if "propertyNames" in schema:
         names = {"type": "string", **schema["propertyNames"]}
-        yield from _ignored(names, f"{path}/propertyNames", root)
+        yield from _ignored(names, f"{path}/propertyNames", walk)
         schema["propertyNames"] = names
     if "pattern" in schema:
         schema["pattern"] = as_written_for_xgrammar(schema["pattern"], in_json=True)
@@ -172,6 +190,18 @@ def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str
         schema["patternProperties"] = {
             as_written_for_xgrammar(pattern, in_json=True): child for pattern, child in schemas
         }
+
+
+def _num_states(schema: Schema) -> tuple[str, int]:
+    """The keyword that costs the most, and what MAX_STATES limits."""
+    if "multipleOf" in schema:
+        return "multipleOf", int(schema["multipleOf"])
+    counted = next((keyword for keyword in ("minProperties", "maxProperties") if schema.get(keyword)), None)
+    if counted is None:
+        return "", 0
+    num_names = len(schema.get("properties", {}))
+    most = min(num_names, schema.get("maxProperties", num_names))
+    return counted, num_names * max(1, most - schema.get("minProperties", 0) + 1)
 
 
 def _expected(what: str, value: object) -> str:

@@ -14,7 +14,7 @@ import pytest
 import xgrammar
 
 from shared.errors import RequestError
-from shared.grammar.schema_keywords import check_keywords
+from shared.grammar.schema_keywords import MAX_STATES, check_keywords
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": INT}, "required": ["a"]}
@@ -197,6 +197,44 @@ def test_what_is_let_in_is_enforced(schema: object, allowed: object, forbidden: 
     read = json.loads(check_keywords(json.dumps(schema)))
     assert follows(read, as_xgrammar_writes(allowed))
     assert not follows(read, json.dumps(forbidden))
+
+
+def counted(num_names: int, **counts: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{at}": INT for at in range(num_names)}, **counts}
+
+
+@pytest.mark.parametrize(
+    ("keyword", "path", "schema"),
+    [
+        ("minProperties", "#", counted(65, minProperties=1)),
+        ("maxProperties", "#", counted(200, maxProperties=100)),
+        ("minProperties", "#", counted(200, minProperties=60, maxProperties=120)),
+        ("maxProperties", "#/anyOf/2", {"anyOf": [counted(40, maxProperties=40)] * 9}),
+        ("multipleOf", "#/anyOf/4", {"anyOf": [{"type": "integer", "multipleOf": 1021}] * 9}),
+        ("multipleOf", "#/properties/p3/anyOf/0", {"type": "object", "properties": {f"p{at}": {"anyOf": [{"type": "integer", "multipleOf": 600}] * 2} for at in range(9)}}),
+    ],
+)  # fmt: skip
+def test_a_schema_that_takes_minutes_to_compile_is_refused(keyword: str, path: str, schema: object) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_keywords(json.dumps(schema))
+    assert refused.value.message.startswith(f"json_schema: {keyword!r} at {path} cannot be enforced")
+    assert f"states of the grammar, above {MAX_STATES}" in refused.value.message
+    assert (refused.value.status, refused.value.param) == (400, "json_schema")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        counted(63, minProperties=1),
+        counted(500, minProperties=0),
+        counted(500, maxProperties=6),
+        counted(500, minProperties=499),
+        {"type": "object", "additionalProperties": INT, "minProperties": 1, "maxProperties": 10_000},
+        {"anyOf": [{"type": "integer", "multipleOf": 1024}] * 4},
+    ],
+)
+def test_a_schema_of_as_many_states_as_allowed_passes(schema: object) -> None:
+    check_keywords(json.dumps(schema))
 
 
 @pytest.mark.parametrize(
