@@ -213,7 +213,6 @@ def test_a_failure_is_sent_whatever_it_quotes(rig: Rig) -> None:
     assert failed.message == "'not' at #/properties/\\ud83d is \N{PILE OF POO}"
 
 
-
 def test_a_failure_follows_the_tokens_before_it(rig: Rig) -> None:
     rig.port.say_token(key("a"), 0, (5,), None, None)
     rig.port.fail(key("a"), 503, "the pages are corrupt", blames="p0#1")
