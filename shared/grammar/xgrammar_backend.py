@@ -24,8 +24,8 @@ from shared.protocol.sampling_params import Grammar
 MAX_WHITESPACE = 64
 """Most spaces between two elements of JSON. Without a bound, a weak model may generate spaces for ever."""
 MAX_CACHED_NBYTES = 256 << 20
-"""Size of the compiled grammars that are kept with their texts, those used last. The library's own cache is off, since
-it takes masks from other grammars: what a grammar allows would depend on what was compiled before."""
+"""Size of the compiled grammars that are kept with their texts, those used last. The library's own cache is off: it
+takes masks from other grammars, so that what a grammar allows would depend on what was compiled before."""
 MAX_MESSAGE_CHARS = 500
 MAX_FORCED_BYTES = 256
 """Longest text that `forced_tokens` returns at once. A longer one is forced in several parts."""

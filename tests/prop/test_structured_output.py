@@ -12,6 +12,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ class World:
         self.backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
         self.ends = np.zeros(VOCAB_SIZE, dtype=bool)
         self.ends[[EOS_TOKEN_ID, *(self.tokenizer.token_to_id(text) for text in ENDS if text != " ")]] = True
+
+
+@dataclass
+class Seen:
+    """What was seen in the examples of a test, which might pass else with everything refused."""
+
+    num_compiled: int = 0
+    num_answers: int = 0
+
+    def assert_enough(self) -> None:
+        assert self.num_compiled >= NUM_EXAMPLES // 10
+        assert self.num_answers >= NUM_EXAMPLES // 10
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +166,20 @@ def is_match(pattern: str, text: str) -> bool:
     return None not in judged
 
 
-@given(pattern=REGEXES, seed=st.integers(0, 2**32))
-@settings(max_examples=NUM_EXAMPLES)
-def test_an_answer_matches_the_regex(world: World, pattern: str, seed: int) -> None:
-    compiled = compile_or_refuse(world, Grammar("regex", pattern), r"regex: ")
-    for text in answers(world, compiled, seed):
-        assert is_match(pattern, text), text
+def test_an_answer_matches_the_regex(world: World) -> None:
+    seen = Seen()
+
+    @given(pattern=REGEXES, seed=st.integers(0, 2**32))
+    @settings(max_examples=NUM_EXAMPLES)
+    def check(pattern: str, seed: int) -> None:
+        compiled = compile_or_refuse(world, Grammar("regex", pattern), r"regex: ")
+        seen.num_compiled += compiled is not None
+        for text in answers(world, compiled, seed):
+            seen.num_answers += 1
+            assert is_match(pattern, text), text
+
+    check()
+    seen.assert_enough()
 
 
 # --- classes in patterns
@@ -401,13 +422,22 @@ Judge = jsonschema.validators.extend(
 )
 
 
-@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-@settings(max_examples=NUM_EXAMPLES)
-def test_an_answer_follows_the_schema(world: World, schema: dict[str, Any], seed: int) -> None:
-    grammar = Grammar("json_schema", json.dumps(schema))
-    compiled = compile_or_refuse(world, grammar, r"json_schema: '[^']+' at #|json_schema: .* parser error")
-    for text in answers(world, compiled, seed):
-        Judge(schema).validate(json.loads(text))
+def test_an_answer_follows_the_schema(world: World) -> None:
+    seen = Seen()
+
+    @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
+    @settings(max_examples=NUM_EXAMPLES)
+    def check(schema: dict[str, Any], seed: int) -> None:
+        grammar = Grammar("json_schema", json.dumps(schema))
+        message = r"json_schema: '[^']+' at #|json_schema: .* parser error"
+        compiled = compile_or_refuse(world, grammar, message)
+        seen.num_compiled += compiled is not None
+        for text in answers(world, compiled, seed):
+            seen.num_answers += 1
+            Judge(schema).validate(json.loads(text))
+
+    check()
+    seen.assert_enough()
 
 
 COMMON: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
