@@ -32,9 +32,9 @@ _IN_CLASS_OF_JSON = re.compile(r"\\x..|\\u....|\\.|-(?=\]\Z)|[^ -~]", re.DOTALL)
 
 
 def _class_of_json(text: str) -> str:
-    """A class without the characters that JSON escapes. XGrammar does not keep them out beside a literal above ASCII.
+    """A class without the characters that JSON escapes.
 
-    It does neither where a negated class leaves nothing else.
+    XGrammar keeps them out only if all of the regular expression is ASCII, and something else is left.
     """
     text = _IN_CLASS_OF_JSON.sub(lambda member: _member_of_json(member[0]), text)
     return rf"""{text[:-1]}"\\\u{{0}}-\u{{1f}}]""" if text.startswith("[^") else text
@@ -82,7 +82,9 @@ def as_written_for_xgrammar(regex: str, *, in_json: bool) -> str:
             text = _class_of_json(text)
         elif kind == "class":
             text = _IN_CLASS.sub(lambda escape: _escape_in_class(escape[0]), text)
-        text = text.replace(r"\x", r"\u00") if kind == "atom" else text
+        if kind == "atom":
+            is_literal = in_json and len(text) == 1 and text > "~"
+            text = _member_of_json(text) if is_literal else text.replace(r"\x", r"\u00")
         parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
         depth += {"open": 1, "close": -1}.get(kind, 0)
         at, before = part.end(), kind

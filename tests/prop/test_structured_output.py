@@ -200,9 +200,12 @@ MEMBERS_OF_JSON = [
     r"\w",
 ]
 MEMBERS_OF_JSON += ["a-z", "0-9", '"', r"\\", r"\n", r"\x00-\x1f", r"\x7f", "b", r"\t", "-", "\t", r"\u0041"]
-CLASSES_OF_JSON = st.tuples(
-    st.sampled_from(["[", "[^"]), st.lists(st.sampled_from(MEMBERS_OF_JSON), min_size=1, max_size=3)
-).map(lambda parts: f"{parts[0]}{''.join(parts[1])}]")
+CLASSES_OF_JSON = st.one_of(
+    SETS,
+    st.tuples(
+        st.sampled_from(["[", "[^"]), st.lists(st.sampled_from(MEMBERS_OF_JSON), min_size=1, max_size=3)
+    ).map(lambda parts: f"{parts[0]}{''.join(parts[1])}]"),
+)
 IN_A_SCHEMA = [
     ('"', lambda pattern: {"type": "string", "pattern": pattern}),
     ('{"', lambda pattern: {"type": "object", "propertyNames": {"pattern": pattern}, "minProperties": 1}),
@@ -213,21 +216,29 @@ IN_A_SCHEMA = [
 @pytest.mark.parametrize(
     ("opening", "schema"), IN_A_SCHEMA, ids=["pattern", "propertyNames", "patternProperties"]
 )
-@given(pattern=CLASSES_OF_JSON)
+@given(
+    pattern=CLASSES_OF_JSON,
+    before=st.sampled_from(["", "é", "a", "\x7f"]),
+    after=st.sampled_from(["", "一?"]),
+)
 @settings(max_examples=2 * NUM_EXAMPLES)
-@example(pattern="[^é]")
-@example(pattern=r"[^\x00-\x1f]")
-@example(pattern=r"[^\x00-\x1f\x7f]")
-@example(pattern="[^一-龥]")
-@example(pattern="[ -~é]")
-@example(pattern=r"[^\S ]")
-@example(pattern=r"[^ -~\S]")
-@example(pattern="[^a-]")
+@example(pattern=r"\W", before="é", after="")
+@example(pattern=".", before="", after="一?")
+@example(pattern="[^é]", before="", after="")
+@example(pattern=r"[^\x00-\x1f]", before="", after="")
+@example(pattern=r"[^\x00-\x1f\x7f]", before="", after="")
+@example(pattern="[^一-龥]", before="", after="")
+@example(pattern="[ -~é]", before="", after="")
+@example(pattern=r"[^\S ]", before="", after="")
+@example(pattern=r"[^ -~\S]", before="", after="")
+@example(pattern="[^a-]", before="", after="")
 def test_a_class_in_a_pattern_keeps_to_json(
-    world: World, opening: str, schema: Callable[[str], object], pattern: str
+    world: World, opening: str, schema: Callable[[str], object], pattern: str, before: str, after: str
 ) -> None:
     message = r"json_schema: '\w+' at #|json_schema: .* parser error"
-    compiled = compile_or_refuse(world, Grammar("json_schema", json.dumps(schema(pattern))), message)
+    compiled = compile_or_refuse(
+        world, Grammar("json_schema", json.dumps(schema(f"{before}{pattern}{after}"))), message
+    )
     if compiled is None:
         return
 
@@ -236,6 +247,7 @@ def test_a_class_in_a_pattern_keeps_to_json(
         ids = [token_id for char in text for token_id in world.tokenizer.encode(char).ids]
         return all(map(state.accept, ids))
 
+    opening += before
     assert takes(opening)
     assert not takes(f'{opening}""')
     with warnings.catch_warnings():
