@@ -188,11 +188,11 @@ def _ignored(schema: object, path: str, walk: _Walk) -> Iterator[tuple[str, str,
             yield from _ignored(child, f"{path}/{keyword}/{name}", walk)
     for keyword in SINGLE_SCHEMAS:
         yield from _ignored(schema.get(keyword), f"{path}/{keyword}", walk)
-    walk.num_bases -= is_base
     if "propertyNames" in schema:
         names = {"type": "string", **schema["propertyNames"]}
         yield from _ignored(names, f"{path}/propertyNames", walk)
         schema["propertyNames"] = names
+    walk.num_bases -= is_base
     if "pattern" in schema:
         schema["pattern"] = as_written_for_xgrammar(schema["pattern"], in_json=True)
     if "patternProperties" in schema:

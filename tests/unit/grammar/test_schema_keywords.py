@@ -228,6 +228,7 @@ def test_what_is_let_in_is_enforced(schema: object, allowed: object, forbidden: 
     [
         ("$ref", "#/items/items", {"type": "array", "items": {"$id": "x", "type": "array", "items": {"$ref": "#/$defs/x"}}, "$defs": {"x": INT}}),
         ("$ref", "#/items", {"type": "array", "items": {"id": "x", "$ref": "#/$defs/x"}, "$defs": {"x": INT}}),
+        ("$ref", "#/items/propertyNames", {"type": "array", "items": {"$id": "x", "type": "object", "propertyNames": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "a"}}}),
         ("id", "#", {"type": "integer", "id": 3}),
         ("minimum", "#", {"type": "number", "minimum": 7401957236551206029, "maximum": 7401957236551206030}),
         ("maximum", "#", {"type": ["number", "null"], "maximum": -(2**53) - 1}),
