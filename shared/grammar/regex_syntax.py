@@ -86,6 +86,8 @@ def as_written_for_xgrammar(regex: str, *, in_json: bool) -> str:
             is_literal = in_json and len(text) == 1 and text > "~"
             text = _member_of_json(text) if is_literal else text.replace(r"\x", r"\u00")
         parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
+        if kind == "repeat" and in_json:
+            parts.append("(?:)")  # else XGrammar enters the repetition from behind in (ab+)? and in a|a{1,2}
         depth += {"open": 1, "close": -1}.get(kind, 0)
         at, before = part.end(), kind
     return "".join(parts)

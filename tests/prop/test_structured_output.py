@@ -6,6 +6,7 @@ that names the keyword and its path. STRUCTURED_EXAMPLES sets the number of exam
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -257,6 +258,30 @@ def test_a_class_in_a_pattern_keeps_to_json(
         assert not takes(opening + char)
     for char in "abz09 ~!#é一þ_-A\x7f":
         assert takes(f'{opening}{char}"') == bool(allowed.fullmatch(char)), char
+
+
+REPEATED_IN_JSON = [
+    "(ab+)?",
+    "(ab*)?b",
+    "a|a{1,2}",
+    "a(-b+)?",
+    "(?:a(?:b{2,3}))?",
+    "(?:(?:ba+|b))?",
+    "a|ab{0,1}",
+    "(a+?b?)*",
+]
+
+
+@pytest.mark.parametrize("pattern", REPEATED_IN_JSON)
+def test_a_repetition_in_a_pattern_is_entered_from_its_beginning(world: World, pattern: str) -> None:
+    compiled = world.backend.compile(
+        Grammar("json_schema", json.dumps({"type": "string", "pattern": pattern}))
+    )
+    for text in ("".join(letters) for size in range(5) for letters in itertools.product("ab-", repeat=size)):
+        state = compiled.new_matcher()
+        ids = [token_id for char in f'"{text}"' for token_id in world.tokenizer.encode(char).ids]
+        allowed = all(map(state.accept, [*ids, EOS_TOKEN_ID]))
+        assert allowed == is_match(pattern, text), text
 
 
 # --- schemas
