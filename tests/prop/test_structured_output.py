@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import numpy as np
@@ -167,16 +167,20 @@ def is_match(pattern: str, text: str) -> bool:
     return None not in judged
 
 
-def test_an_answer_matches_the_regex(world: World) -> None:
+@pytest.mark.parametrize("kind", ["regex", "json_schema"])
+def test_an_answer_matches_the_regex(world: World, kind: Literal["regex", "json_schema"]) -> None:
     seen = Seen()
 
     @given(pattern=REGEXES, seed=st.integers(0, 2**32))
     @settings(max_examples=NUM_EXAMPLES)
     def check(pattern: str, seed: int) -> None:
-        compiled = compile_or_refuse(world, Grammar("regex", pattern), r"regex: ")
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        grammar = Grammar(kind, pattern if kind == "regex" else schema)
+        compiled = compile_or_refuse(world, grammar, rf"{kind}: ")
         seen.num_compiled += compiled is not None
-        for text in answers(world, compiled, seed):
+        for answer in answers(world, compiled, seed):
             seen.num_answers += 1
+            text = answer if kind == "regex" else json.loads(answer)
             assert is_match(pattern, text), text
 
     check()
