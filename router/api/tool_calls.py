@@ -50,6 +50,8 @@ class ForcedCall:
             field = f"{where}[{at}].function.parameters"  # a node's error names the place of a schema
             place = f"#/$defs/{field}"
             parameters[field] = _moved(_of_objects(schema, field), place)
+            for base in ("$id", "id"):  # of the references, which are changed
+                parameters[field].pop(base, None)
             properties = {"name": {"const": name}, "arguments": {"$ref": place}}
             calls.append(
                 {
@@ -127,7 +129,7 @@ def _moved(schema: Any, place: str) -> Any:
             moved[keyword] = {name: _moved(child, place) for name, child in value.items()}
         elif keyword in LISTS_OF_SCHEMAS and isinstance(value, list):
             moved[keyword] = [_moved(child, place) for child in value]
-        elif keyword in SINGLE_SCHEMAS:
+        elif keyword in (*SINGLE_SCHEMAS, "propertyNames"):
             moved[keyword] = _moved(value, place)
     return moved
 

@@ -78,17 +78,22 @@ def _check_schema(schema: str) -> list[str]:
         return _Object(pairs)
 
     try:
-        level = [json.loads(schema, strict=False, parse_int=float, object_pairs_hook=collect)]
+        tree = json.loads(schema, strict=False, parse_int=float, object_pairs_hook=collect)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
         raise RequestError(f"json_schema: Failed to parse JSON: {error}", param="json_schema") from None
-    depth = 0
+    level, depth = [tree], 0
     while level:
         level = [child for node in level for child in _children(node)]
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
             raise _too_deep()
+    try:
+        json.dumps(tree, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise RequestError(f"json_schema: {half} is half of a character", param="json_schema") from None
     return regexes
 
 

@@ -28,6 +28,23 @@ _PART = re.compile(
 _WRITTEN = {".": r"[^\n]", r"\s": r"[ \t-\r]"}
 _WRITTEN_IN_CLASS = {r"\s": r" \t-\r", r"\S": r"\u0000-\u0008\u000e-\u001f!-\u{10ffff}"}
 _IN_CLASS = re.compile(r"\\x..|\\u00..|\\.", re.DOTALL)
+_IN_CLASS_OF_JSON = re.compile(r"\\x..|\\u....|\\.|-(?=\]\Z)|[^ -~]", re.DOTALL)
+
+
+def _class_of_json(text: str) -> str:
+    """A class without the characters that JSON escapes.
+
+    XGrammar keeps them out only if all of the regular expression is ASCII, and something else is left.
+    """
+    text = _IN_CLASS_OF_JSON.sub(lambda member: _member_of_json(member[0]), text)
+    return rf"""{text[:-1]}"\\\u{{0}}-\u{{1f}}]""" if text.startswith("[^") else text
+
+
+def _member_of_json(member: str) -> str:
+    if member == "-":  # the last one, which would become a range
+        return r"\-"
+    code = ord(member) if len(member) == 1 else int(member[2:], 16) if len(member) > 2 else None
+    return _WRITTEN_IN_CLASS.get(member, member) if code is None else f"\\u{{{code:x}}}"
 
 
 def _escape_in_class(escape: str) -> str:
@@ -38,9 +55,10 @@ def _escape_in_class(escape: str) -> str:
     return _WRITTEN_IN_CLASS.get(escape, escape.replace(r"\x", r"\u00"))
 
 
-def as_written_for_xgrammar(regex: str) -> str:
+def as_written_for_xgrammar(regex: str, *, in_json: bool) -> str:
     """Return a regular expression that XGrammar reads as `re` reads `regex`.
 
+    `in_json` is for a `pattern`, whose text is a string of JSON: no class has a character that JSON escapes.
     Raises ValueError for syntax whose meaning XGrammar would change. Errors of syntax that it tells are left to it.
     """
     parts: list[str] = []
@@ -60,10 +78,16 @@ def as_written_for_xgrammar(regex: str) -> str:
         if part is None or wrong.get(kind):
             raise ValueError(f"{regex[at : at + 10]!r} at character {at}")
         text = part[0]
-        if kind == "class":
+        if kind == "class" and in_json:
+            text = _class_of_json(text)
+        elif kind == "class":
             text = _IN_CLASS.sub(lambda escape: _escape_in_class(escape[0]), text)
-        text = text.replace(r"\x", r"\u00") if kind == "atom" else text
+        if kind == "atom":
+            is_literal = in_json and len(text) == 1 and text > "~"
+            text = _member_of_json(text) if is_literal else text.replace(r"\x", r"\u00")
         parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
+        if kind == "repeat" and in_json:
+            parts.append("(?:)")  # else XGrammar enters the repetition from behind in (ab+)? and in a|a{1,2}
         depth += {"open": 1, "close": -1}.get(kind, 0)
         at, before = part.end(), kind
     return "".join(parts)
@@ -72,7 +96,7 @@ def as_written_for_xgrammar(regex: str) -> str:
 def regex_for_xgrammar(regex: str, kind: Literal["regex", "ebnf"]) -> str:
     """The same, for a request whose grammar is of this kind. Raises RequestError."""
     try:
-        return as_written_for_xgrammar(regex)
+        return as_written_for_xgrammar(regex, in_json=False)
     except ValueError as found:
         raise RequestError(
             f"{kind}: a regular expression with {found} cannot be enforced", param=kind

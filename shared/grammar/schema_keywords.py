@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -27,9 +28,14 @@ _IMPLY_TYPE = {
     **dict.fromkeys(("properties", "additionalProperties", "unevaluatedProperties"), "object"),
     **dict.fromkeys(("items", "prefixItems", "unevaluatedItems"), "array"),
 }
+MAX_STATES = 4096
+"""XGrammar's time grows with the square of their number: these take 0.3 s of one core. A `multipleOf` needs as many
+as its value. An object needs one for each name and each number of names from the least to the most."""
 _LENGTHS = ("minLength", "maxLength")
 _FAR = Fraction(2**64)
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MAX_EXCLUSIVE = 10**9
+"""Largest magnitude of an exclusive bound. XGrammar adds its last of six decimals as a 64-bit float."""
 _COUNTS = (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties")
 _NEED_TYPE = (
     *(*_COUNTS, *_RANGE, "pattern", "format", "multipleOf"),
@@ -48,6 +54,7 @@ _ANNOTATIONS = (
     *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "discriminator", "nullable"),
     *("contentEncoding", "contentMediaType", "contentSchema"),
+    *("propertyOrdering", "markdownDescription", "errorMessage", "externalDocs"),
 )
 """Keywords that constrain nothing, like all that begin with `x-`. `nullable` is OpenAPI's: null is never given."""
 
@@ -96,7 +103,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, str) and v not in ("json-pointer", "relative-json-pointer"),
         "a string, but not a pointer, in which XGrammar writes quotes and control characters",
     ),
-    **dict.fromkeys(("pattern", "$ref", "$id"), (lambda v: isinstance(v, str), "a string")),
+    **dict.fromkeys(("pattern", "$ref", "$id", "id"), (lambda v: isinstance(v, str), "a string")),
     **dict.fromkeys(MAPS_OF_SCHEMAS, (lambda v: isinstance(v, dict), "an object")),
     **dict.fromkeys(
         LISTS_OF_SCHEMAS, (lambda v: isinstance(v, list) and bool(v), "a list that is not empty")
@@ -137,39 +144,86 @@ def check_keywords(text: str) -> str:
     root = json.loads(
         text, strict=False, parse_int=lambda digits: int(digits[:21])
     )  # beyond 64 bits in any case
-    for path, keyword, why in _ignored(root, "#", root):
+    walk = _Walk(root)
+    for path, keyword, why in _ignored(root, "#", walk):
         raise RequestError(f"json_schema: {keyword!r} at {path} cannot be enforced{why}", param="json_schema")
     return json.dumps(root)
 
 
-def _ignored(schema: object, path: str, root: object) -> Iterator[tuple[str, str, str]]:
+@dataclass
+class _Walk:
+    """What is known of the whole schema while its parts are checked."""
+
+    root: object
+    num_states: int = 0
+    num_bases: int = 0
+    """How many bases of references, other than the root, are around the part."""
+
+
+def _ignored(schema: object, path: str, walk: _Walk) -> Iterator[tuple[str, str, str]]:
     """Yield (path, keyword, reason) of each ignored keyword. The reason follows the words "cannot be enforced".
 
     Once all of a schema was yielded, its patterns are changed to what XGrammar reads in the same way.
     """
     if not isinstance(schema, dict):
         return
-    for keyword, why in _ignored_here(schema, root):
+    if _is_any_name(schema.get("propertyNames")) and not {"properties", *_OPEN[:3]}.isdisjoint(schema):
+        del schema["propertyNames"]
+    for keyword, why in _ignored_here(schema, walk.root):
         yield path, keyword, why
-    if path != "#" and "$id" in schema:
-        yield path, "$id", " but at the root, since it is the base of references"
+    keyword, num_states = _num_states(schema)
+    walk.num_states += num_states
+    if walk.num_states > MAX_STATES:
+        why = f": with what is before it, it needs {walk.num_states} states of the grammar, over {MAX_STATES}"
+        yield path, keyword, why
+    is_base = path != "#" and not {"$id", "id"}.isdisjoint(schema)
+    walk.num_bases += is_base
+    if walk.num_bases and "$ref" in schema:
+        yield path, "$ref", " below '$id' or 'id', but at the root, since it is the base of references"
     for keyword in (*MAPS_OF_SCHEMAS, *LISTS_OF_SCHEMAS):
         children = schema.get(keyword, {})
         for name, child in children.items() if isinstance(children, dict) else enumerate(children):
             if not isinstance(child, dict) and child is not True:
                 yield f"{path}/{keyword}/{name}", keyword, _expected("a schema that allows something", child)
-            yield from _ignored(child, f"{path}/{keyword}/{name}", root)
+            yield from _ignored(child, f"{path}/{keyword}/{name}", walk)
     for keyword in SINGLE_SCHEMAS:
-        yield from _ignored(schema.get(keyword), f"{path}/{keyword}", root)
+        yield from _ignored(schema.get(keyword), f"{path}/{keyword}", walk)
     if "propertyNames" in schema:
         names = {"type": "string", **schema["propertyNames"]}
-        yield from _ignored(names, f"{path}/propertyNames", root)
+        yield from _ignored(names, f"{path}/propertyNames", walk)
         schema["propertyNames"] = names
+    walk.num_bases -= is_base
     if "pattern" in schema:
-        schema["pattern"] = as_written_for_xgrammar(schema["pattern"])
+        schema["pattern"] = as_written_for_xgrammar(schema["pattern"], in_json=True)
     if "patternProperties" in schema:
         schemas = schema["patternProperties"].items()
-        schema["patternProperties"] = {as_written_for_xgrammar(pattern): child for pattern, child in schemas}
+        schema["patternProperties"] = {
+            as_written_for_xgrammar(pattern, in_json=True): child for pattern, child in schemas
+        }
+
+
+def _is_annotation(keyword: str) -> bool:
+    return keyword in _ANNOTATIONS or keyword.startswith("x-")
+
+
+def _is_any_name(names: object) -> bool:
+    """Whether a `propertyNames` allows all names."""
+    return isinstance(names, dict) and all(
+        value == "string" if keyword == "type" else _is_annotation(keyword)
+        for keyword, value in names.items()
+    )
+
+
+def _num_states(schema: Schema) -> tuple[str, int]:
+    """The keyword that costs the most, and what MAX_STATES limits."""
+    if "multipleOf" in schema:
+        return "multipleOf", int(schema["multipleOf"])
+    counted = next((keyword for keyword in ("minProperties", "maxProperties") if schema.get(keyword)), None)
+    if counted is None:
+        return "", 0
+    num_names = len(schema.get("properties", {}))
+    most = min(num_names, schema.get("maxProperties", num_names))
+    return counted, num_names * max(1, most - schema.get("minProperties", 0) + 1)
 
 
 def _expected(what: str, value: object) -> str:
@@ -185,14 +239,14 @@ def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
         yield "$ref", f": there is no schema at {ref}"
     for keyword, value in schema.items():
         is_right, what = _VALUES.get(keyword, (None, ""))
-        if is_right is None and keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
+        if is_right is None and not _is_annotation(keyword):
             yield keyword, ""
         if is_right is not None and not is_right(value):
             yield keyword, _expected(what, value)
     keyword = "pattern" if "pattern" in schema else "patternProperties"
     for pattern in [schema["pattern"]] if "pattern" in schema else schema.get("patternProperties", {}):
         try:
-            as_written_for_xgrammar(pattern)
+            as_written_for_xgrammar(pattern, in_json=True)
         except ValueError as found:
             yield keyword, f" with {found}"
         if not _NOTHING_TO_ESCAPE.fullmatch(pattern):
@@ -202,7 +256,7 @@ def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
         if deciding == "allOf" and len(schema["allOf"]) != 1:
             yield "allOf", " unless it has one schema"
         beside = [keyword for keyword in _CONSTRAINTS if keyword in schema and keyword != deciding]
-        if deciding == "const" and schema["const"] in schema.get("enum", []):
+        if deciding == "const" and json.dumps(schema["const"]) in map(json.dumps, schema.get("enum", [])):
             beside.remove("enum")  # as pydantic writes a Literal of one value
         yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
         if "type" in schema and not _keeps_to_type(schema, deciding, root):
@@ -216,7 +270,7 @@ def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
 def _is_schema_here(ref: str) -> bool:
     """Whether `ref` leads through keywords that hold schemas, all of which are checked."""
     keys = ref.split("/")
-    if keys.pop(0) != "#" or "~" in ref or "%" in ref:  # XGrammar does not read these escapes
+    if keys.pop(0) != "#" or "" in keys or "~" in ref or "%" in ref:  # XGrammar does not read these
         return False
     while keys:
         keyword = keys.pop(0)
@@ -294,7 +348,8 @@ def _ignored_beside(schema: Schema) -> Iterator[tuple[str, str]]:
     if len(patterns) > 1 or (patterns and names):
         yield "patternProperties", " beside 'properties' or another pattern, since both may apply to a name"
     for keyword in ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"):
-        if "propertyNames" in schema and schema.get(keyword, True) is not True:
+        is_ignored = schema.get(keyword) is False if keyword in _OPEN[:2] else keyword in schema
+        if "propertyNames" in schema and is_ignored:
             yield "propertyNames", f" beside {keyword!r}"
     if any(name not in names for name in schema.get("required", [])):
         yield "required", " for names that are not in 'properties'"
@@ -327,6 +382,11 @@ def _ignored_of_numbers(schema: Schema) -> Iterator[tuple[str, str]]:
         yield from (
             (keyword, " of integers unless it is one") for keyword, bound in given.items() if bound % 1
         )
+    for keyword, bound in given.items() if "number" in types else ():
+        if bound % 1 == 0 and bound != Fraction(float(bound)):
+            yield keyword, " of numbers, since no 64-bit float is this integer"
+        if keyword.startswith("exclusive") and abs(bound) > MAX_EXCLUSIVE:
+            yield keyword, f" of numbers above {MAX_EXCLUSIVE} in magnitude, where six decimals are not exact"
     scale = 10**6 if "number" in types else 1
     lowest = max(
         math.ceil(given.get("minimum", -_FAR) * scale),

@@ -24,8 +24,8 @@ from shared.protocol.sampling_params import Grammar
 MAX_WHITESPACE = 64
 """Most spaces between two elements of JSON. Without a bound, a weak model may generate spaces for ever."""
 MAX_CACHED_NBYTES = 256 << 20
-"""Size of the compiled grammars that are kept, those used last. The library's own cache is off, since it takes masks
-from other grammars: what a grammar allows would depend on what was compiled before."""
+"""Size of the compiled grammars that are kept with their texts, those used last. The library's own cache is off: it
+takes masks from other grammars, so that what a grammar allows would depend on what was compiled before."""
 MAX_MESSAGE_CHARS = 500
 MAX_FORCED_BYTES = 256
 """Longest text that `forced_tokens` returns at once. A longer one is forced in several parts."""
@@ -147,6 +147,7 @@ class XGrammarBackend:
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
         self._kept: dict[Grammar, XGrammarCompiled] = {}
+        self._kept_nbytes = 0
         self._lock = threading.Lock()
         first_V = np.array([piece[0] if piece else 0 for piece in self._pieces])
         self._after = {
@@ -170,12 +171,19 @@ class XGrammarBackend:
     def compile(self, grammar: Grammar) -> XGrammarCompiled:
         """Check and compile a grammar, or take it from the cache. Raises RequestError with the compiler's message."""
         with self._lock:
-            kept = self._kept.pop(grammar, None)
+            kept = self._forget(grammar)
         compiled = kept or self._compile(grammar)
         with self._lock:
+            self._forget(grammar)
             self._kept[grammar] = compiled  # the last one, as it was used last
-            while sum(each.nbytes for each in self._kept.values()) > MAX_CACHED_NBYTES:
-                del self._kept[next(iter(self._kept))]
+            self._kept_nbytes += _kept_nbytes(grammar, compiled)
+            while self._kept_nbytes > MAX_CACHED_NBYTES:
+                self._forget(next(iter(self._kept)))
+        return compiled
+
+    def _forget(self, grammar: Grammar) -> XGrammarCompiled | None:
+        compiled = self._kept.pop(grammar, None)
+        self._kept_nbytes -= _kept_nbytes(grammar, compiled) if compiled else 0
         return compiled
 
     def _compile(self, grammar: Grammar) -> XGrammarCompiled:
@@ -197,6 +205,11 @@ class XGrammarBackend:
             message = message or "XGrammar refuses it without a reason; is a number in it too large?"
             raise RequestError(f"{grammar.kind}: {message}", param=grammar.kind) from None
         return XGrammarCompiled(compiled, self._pieces, self._after, self._encode)
+
+
+def _kept_nbytes(grammar: Grammar, compiled: XGrammarCompiled) -> int:
+    """Memory of a kept grammar. A character of its text is up to 4 bytes, and the objects are some 2 KiB."""
+    return compiled.nbytes + 4 * len(grammar.text) + 2048
 
 
 def _mask(allowed_V: np.ndarray) -> np.ndarray:

@@ -183,8 +183,12 @@ class RouterPort:
     def fail(
         self, key: ReqKey, status: int, message: str, param: str | None = None, blames: str = ""
     ) -> None:
-        """Tell the request's router that it failed, after the tokens it has had."""
+        """Tell the request's router that it failed, after the tokens it has had. Any message can be sent.
+
+        What a client sent may be quoted in a message, with surrogates, which UTF-8 cannot encode.
+        """
         self.flush()
+        message = message.encode(errors="backslashreplace").decode()
         self._outbox.send(key.router, Failed(key, status, message, param, blames))
 
     def hand_back(self, key: ReqKey, reason: str) -> None:

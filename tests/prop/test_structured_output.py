@@ -6,20 +6,22 @@ that names the keyword and its path. STRUCTURED_EXAMPLES sets the number of exam
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import numpy as np
 import pytest
 import regex as regex_module
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -43,6 +45,18 @@ class World:
         self.backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
         self.ends = np.zeros(VOCAB_SIZE, dtype=bool)
         self.ends[[EOS_TOKEN_ID, *(self.tokenizer.token_to_id(text) for text in ENDS if text != " ")]] = True
+
+
+@dataclass
+class Seen:
+    """What was seen in the examples of a test, which might pass else with everything refused."""
+
+    num_compiled: int = 0
+    num_answers: int = 0
+
+    def assert_enough(self) -> None:
+        assert self.num_compiled >= NUM_EXAMPLES // 10
+        assert self.num_answers >= NUM_EXAMPLES // 10
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +167,125 @@ def is_match(pattern: str, text: str) -> bool:
     return None not in judged
 
 
-@given(pattern=REGEXES, seed=st.integers(0, 2**32))
-@settings(max_examples=NUM_EXAMPLES)
-def test_an_answer_matches_the_regex(world: World, pattern: str, seed: int) -> None:
-    compiled = compile_or_refuse(world, Grammar("regex", pattern), r"regex: ")
-    for text in answers(world, compiled, seed):
-        assert is_match(pattern, text), text
+@pytest.mark.parametrize("kind", ["regex", "json_schema"])
+def test_an_answer_matches_the_regex(world: World, kind: Literal["regex", "json_schema"]) -> None:
+    seen = Seen()
+
+    @given(pattern=REGEXES, seed=st.integers(0, 2**32))
+    @settings(max_examples=NUM_EXAMPLES)
+    def check(pattern: str, seed: int) -> None:
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        grammar = Grammar(kind, pattern if kind == "regex" else schema)
+        compiled = compile_or_refuse(world, grammar, rf"{kind}: ")
+        seen.num_compiled += compiled is not None
+        for answer in answers(world, compiled, seed):
+            seen.num_answers += 1
+            text = answer if kind == "regex" else json.loads(answer)
+            assert is_match(pattern, text), text
+
+    check()
+    seen.assert_enough()
+
+
+# --- classes in patterns
+
+MEMBERS_OF_JSON = [
+    "é",
+    r"\xe9",
+    r"\u4e00",
+    "一",
+    " -~",
+    "!-#",
+    "~-é",
+    r"\S",
+    r"\W",
+    r"\D",
+    r"\s",
+    r"\d",
+    r"\w",
+]
+MEMBERS_OF_JSON += ["a-z", "0-9", '"', r"\\", r"\n", r"\x00-\x1f", r"\x7f", "b", r"\t", "-", "\t", r"\u0041"]
+CLASSES_OF_JSON = st.one_of(
+    SETS,
+    st.tuples(
+        st.sampled_from(["[", "[^"]), st.lists(st.sampled_from(MEMBERS_OF_JSON), min_size=1, max_size=3)
+    ).map(lambda parts: f"{parts[0]}{''.join(parts[1])}]"),
+)
+IN_A_SCHEMA = [
+    ('"', lambda pattern: {"type": "string", "pattern": pattern}),
+    ('{"', lambda pattern: {"type": "object", "propertyNames": {"pattern": pattern}, "minProperties": 1}),
+    ('{"', lambda pattern: {"type": "object", "patternProperties": {pattern: True}, "minProperties": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("opening", "schema"), IN_A_SCHEMA, ids=["pattern", "propertyNames", "patternProperties"]
+)
+@given(
+    pattern=CLASSES_OF_JSON,
+    before=st.sampled_from(["", "é", "a", "\x7f"]),
+    after=st.sampled_from(["", "一?"]),
+)
+@settings(max_examples=2 * NUM_EXAMPLES)
+@example(pattern=r"\W", before="é", after="")
+@example(pattern=".", before="", after="一?")
+@example(pattern="[^é]", before="", after="")
+@example(pattern=r"[^\x00-\x1f]", before="", after="")
+@example(pattern=r"[^\x00-\x1f\x7f]", before="", after="")
+@example(pattern="[^一-龥]", before="", after="")
+@example(pattern="[ -~é]", before="", after="")
+@example(pattern=r"[^\S ]", before="", after="")
+@example(pattern=r"[^ -~\S]", before="", after="")
+@example(pattern="[^a-]", before="", after="")
+def test_a_class_in_a_pattern_keeps_to_json(
+    world: World, opening: str, schema: Callable[[str], object], pattern: str, before: str, after: str
+) -> None:
+    message = r"json_schema: '\w+' at #|json_schema: .* parser error"
+    compiled = compile_or_refuse(
+        world, Grammar("json_schema", json.dumps(schema(f"{before}{pattern}{after}"))), message
+    )
+    if compiled is None:
+        return
+
+    def takes(text: str) -> bool:
+        state = compiled.new_matcher()
+        ids = [token_id for char in text for token_id in world.tokenizer.encode(char).ids]
+        return all(map(state.accept, ids))
+
+    opening += before
+    assert takes(opening)
+    assert not takes(f'{opening}""')
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        allowed = re.compile(pattern, re.ASCII)
+    for char in "\\\n\r\t\x00":
+        assert not takes(opening + char)
+    for char in "abz09 ~!#é一þ_-A\x7f":
+        assert takes(f'{opening}{char}"') == bool(allowed.fullmatch(char)), char
+
+
+REPEATED_IN_JSON = [
+    "(ab+)?",
+    "(ab*)?b",
+    "a|a{1,2}",
+    "a(-b+)?",
+    "(?:a(?:b{2,3}))?",
+    "(?:(?:ba+|b))?",
+    "a|ab{0,1}",
+    "(a+?b?)*",
+]
+
+
+@pytest.mark.parametrize("pattern", REPEATED_IN_JSON)
+def test_a_repetition_in_a_pattern_is_entered_from_its_beginning(world: World, pattern: str) -> None:
+    compiled = world.backend.compile(
+        Grammar("json_schema", json.dumps({"type": "string", "pattern": pattern}))
+    )
+    for text in ("".join(letters) for size in range(5) for letters in itertools.product("ab-", repeat=size)):
+        state = compiled.new_matcher()
+        ids = [token_id for char in f'"{text}"' for token_id in world.tokenizer.encode(char).ids]
+        allowed = all(map(state.accept, [*ids, EOS_TOKEN_ID]))
+        assert allowed == is_match(pattern, text), text
 
 
 # --- schemas
@@ -336,13 +463,22 @@ Judge = jsonschema.validators.extend(
 )
 
 
-@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-@settings(max_examples=NUM_EXAMPLES)
-def test_an_answer_follows_the_schema(world: World, schema: dict[str, Any], seed: int) -> None:
-    grammar = Grammar("json_schema", json.dumps(schema))
-    compiled = compile_or_refuse(world, grammar, r"json_schema: '[^']+' at #|json_schema: .* parser error")
-    for text in answers(world, compiled, seed):
-        Judge(schema).validate(json.loads(text))
+def test_an_answer_follows_the_schema(world: World) -> None:
+    seen = Seen()
+
+    @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
+    @settings(max_examples=NUM_EXAMPLES)
+    def check(schema: dict[str, Any], seed: int) -> None:
+        grammar = Grammar("json_schema", json.dumps(schema))
+        message = r"json_schema: '[^']+' at #|json_schema: .* parser error"
+        compiled = compile_or_refuse(world, grammar, message)
+        seen.num_compiled += compiled is not None
+        for text in answers(world, compiled, seed):
+            seen.num_answers += 1
+            Judge(schema).validate(json.loads(text))
+
+    check()
+    seen.assert_enough()
 
 
 COMMON: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [

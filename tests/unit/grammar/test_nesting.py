@@ -85,6 +85,24 @@ def test_what_is_no_deep_regex_is_let_through(kind: Kind, text: str) -> None:
     check_nesting(Grammar(kind, text))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'{"properties": {"\ud83d": {"not": {}}}}',
+        r'{"$ref": "#/$defs/\ud83d"}',
+        r'{"type": "object", "properties": {"\ud83d": 5}}',
+        r'{"enum": [["\udE00\ud83d"]]}',
+        r'{"x": 1, "x": {"\ud83d": 2}, "x": 3}',
+    ],
+)
+def test_half_a_character_in_a_schema_is_refused(text: str) -> None:
+    """No message about it could be encoded as UTF-8."""
+    with pytest.raises(RequestError, match=r"json_schema: '\\ud\w{3}' is half of a character") as caught:
+        check_nesting(Grammar("json_schema", text))
+    assert (caught.value.status, caught.value.param) == (400, "json_schema")
+    check_nesting(Grammar("json_schema", r'{"enum": ["\ud83d\ude00", "\\ud83d"]}'))
+
+
 @pytest.mark.parametrize("opening", ["[", '{"items":'])
 def test_a_deep_schema_is_refused(opening: str) -> None:
     closing = {"[": "]", "{": "}"}[opening[0]]

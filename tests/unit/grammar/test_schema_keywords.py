@@ -14,7 +14,7 @@ import pytest
 import xgrammar
 
 from shared.errors import RequestError
-from shared.grammar.schema_keywords import check_keywords
+from shared.grammar.schema_keywords import MAX_STATES, check_keywords
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": INT}, "required": ["a"]}
@@ -91,6 +91,9 @@ DROPPED: list[tuple[str, str, object, object]] = [
     ("type", "#", {"type": "integer", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"anyOf": [INT, STR]}}}, "a"),
     ("allOf", "#", {"type": "integer", "allOf": []}, "a"),
     ("$ref", "#", {"$ref": "#/$defs", "$defs": {"not": INT}}, 1),
+    ("$ref", "#", {"$ref": "#/$defs/", "$defs": {"": INT, "type": "string"}}, "a"),
+    ("$ref", "#", {"$ref": "#/$defs//properties/x", "$defs": {"": {"properties": {"x": {"type": "null"}}}, "properties": {"x": INT}}}, 1),
+    ("enum", "#", {"const": True, "enum": [1]}, True),
     ("$ref", "#/items", {"items": {"$ref": "#/$defs/x/propertyNames"}, "$defs": {"x": {"type": "object", "propertyNames": {"minLength": 3}}}}, ["a"]),
 ]  # fmt: skip
 
@@ -161,6 +164,27 @@ ENFORCED: list[tuple[object, object, object]] = [
     ({"type": "integer", "multipleOf": 1024}, 2048, 1025),
     ({"$schema": "x", "$id": "y", "$comment": "z", "x-note": 1, "deprecated": True, **INT}, 1, "a"),
     ({"type": "object", "additionalProperties": INT}, {"a": 1}, {"a": "x"}),
+    ({"type": "object", "propertyNames": STR, "additionalProperties": INT}, {"a": 1}, {"a": "x"}),
+    ({"type": "object", "propertyNames": {"type": "string", "title": "N"}, "properties": {"a": INT}}, {"a": 1}, {"b": 1}),
+    ({"type": "object", "propertyNames": STR}, {"a": 1}, "a"),
+    ({"type": "object", "propertyNames": {"enum": ["a", 'q"']}, "additionalProperties": INT}, {'q"': 1}, {"b": 1}),
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INT}, {"b": 1}, {"b": "x"}),
+    ({"type": ["object", "null"], "propertyNames": {"const": "a"}, "additionalProperties": INT, "minProperties": 1}, None, {}),
+    ({"propertyNames": {"$ref": "#/$defs/C"}, "additionalProperties": INT, "$defs": {"C": {"type": "string", "enum": ["r", "g"], "title": "C"}}}, {"g": 1}, {"b": 1}),
+    ({"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": INT}, {"aa": 1}, {"a": 1}),
+    ({"type": "object", "propertyNames": {"minLength": 2}, "unevaluatedProperties": INT}, {"aa": 1}, {"aa": "x"}),
+    ({"type": "object", "propertyNames": {"format": "ipv4"}, "additionalProperties": INT}, {"1.2.3.4": 1}, {"a": 1}),
+    ({"type": ["object", "array"], "propertyNames": {"enum": ["a"]}, "additionalProperties": INT, "maxProperties": 1}, {"a": 1}, {"b": 1}),
+    ({"type": "object", "propertyNames": {"pattern": r"^[\x61]+$"}, "additionalProperties": {"type": "string", "pattern": r"^[\x62é]$"}}, {"aa": "b"}, {"aa": "a"}),
+    ({"type": "object", "propertyNames": {"pattern": "^[^é]{2}$"}, "additionalProperties": INT}, {"ab": 1}, {"abc": 1}),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "object", "propertyNames": {"const": "b"}, "additionalProperties": INT}}, {"a": {"b": 1}}, {"a": {"a": 1}}),
+    ({"type": "array", "items": [], "prefixItems": [{"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INT}, INT]} | {"items": False}, [{"a": 1}, 1], [{"b": 1}, 1]),
+    ({"type": "object", "properties": {"r": {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INT}, "s": {"$ref": "#/properties/r/additionalProperties"}}}, {"r": {"a": 1}, "s": 1}, {"s": "x"}),
+    ({"type": "integer", "id": "i", "propertyOrdering": ["a"], "markdownDescription": "m", "errorMessage": {}, "externalDocs": {}}, 1, "a"),
+    ({"type": "object", "properties": {"a": {"$id": "b", **INT}, "b": {"$ref": "#/properties/a"}}}, {"b": 1}, {"b": "x"}),
+    ({"const": 1, "enum": [True, 1]}, 1, True),
+    ({"type": "number", "minimum": 2**60}, 2**60, 2**60 - 1024),
+    ({"type": "number", "exclusiveMinimum": 10**9}, 10**9 + 1, 10**9),
 ]  # fmt: skip
 
 
@@ -201,6 +225,65 @@ def test_what_is_let_in_is_enforced(schema: object, allowed: object, forbidden: 
     read = json.loads(check_keywords(json.dumps(schema)))
     assert follows(read, as_xgrammar_writes(allowed))
     assert not follows(read, json.dumps(forbidden))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "path", "schema"),
+    [
+        ("$ref", "#/items/items", {"type": "array", "items": {"$id": "x", "type": "array", "items": {"$ref": "#/$defs/x"}}, "$defs": {"x": INT}}),
+        ("$ref", "#/items", {"type": "array", "items": {"id": "x", "$ref": "#/$defs/x"}, "$defs": {"x": INT}}),
+        ("$ref", "#/items/propertyNames", {"type": "array", "items": {"$id": "x", "type": "object", "propertyNames": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "a"}}}),
+        ("id", "#", {"type": "integer", "id": 3}),
+        ("minimum", "#", {"type": "number", "minimum": 7401957236551206029, "maximum": 7401957236551206030}),
+        ("maximum", "#", {"type": ["number", "null"], "maximum": -(2**53) - 1}),
+        ("exclusiveMinimum", "#", {"type": "number", "exclusiveMinimum": 1e10}),
+        ("exclusiveMaximum", "#", {"type": "number", "exclusiveMaximum": -(10**9) - 1}),
+        ("not", "#/additionalProperties", {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"not": {}}}),
+        ("required", "#", {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INT, "required": ["b"]}),
+    ],
+)  # fmt: skip
+def test_what_was_never_seen_to_be_enforced_is_refused(keyword: str, path: str, schema: object) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_keywords(json.dumps(schema))
+    assert refused.value.message.startswith(f"json_schema: {keyword!r} at {path} cannot be enforced")
+
+
+def counted(num_names: int, **counts: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{at}": INT for at in range(num_names)}, **counts}
+
+
+@pytest.mark.parametrize(
+    ("keyword", "path", "schema"),
+    [
+        ("minProperties", "#", counted(65, minProperties=1)),
+        ("maxProperties", "#", counted(200, maxProperties=100)),
+        ("minProperties", "#", counted(200, minProperties=60, maxProperties=120)),
+        ("maxProperties", "#/anyOf/2", {"anyOf": [counted(40, maxProperties=40)] * 9}),
+        ("multipleOf", "#/anyOf/4", {"anyOf": [{"type": "integer", "multipleOf": 1021}] * 9}),
+        ("multipleOf", "#/properties/p3/anyOf/0", {"type": "object", "properties": {f"p{at}": {"anyOf": [{"type": "integer", "multipleOf": 600}] * 2} for at in range(9)}}),
+    ],
+)  # fmt: skip
+def test_a_schema_that_takes_minutes_to_compile_is_refused(keyword: str, path: str, schema: object) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_keywords(json.dumps(schema))
+    assert refused.value.message.startswith(f"json_schema: {keyword!r} at {path} cannot be enforced")
+    assert f"states of the grammar, over {MAX_STATES}" in refused.value.message
+    assert (refused.value.status, refused.value.param) == (400, "json_schema")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        counted(63, minProperties=1),
+        counted(500, minProperties=0),
+        counted(500, maxProperties=6),
+        counted(500, minProperties=499),
+        {"type": "object", "additionalProperties": INT, "minProperties": 1, "maxProperties": 10_000},
+        {"anyOf": [{"type": "integer", "multipleOf": 1024}] * 4},
+    ],
+)
+def test_a_schema_of_as_many_states_as_allowed_passes(schema: object) -> None:
+    check_keywords(json.dumps(schema))
 
 
 @pytest.mark.parametrize(

@@ -172,10 +172,25 @@ def test_compiled_grammars_are_kept_up_to_a_size(folder: Path, monkeypatch: pyte
     first, second, third = (Grammar("regex", f"{letter}+") for letter in "abc")
     compiled = [backend.compile(grammar) for grammar in (first, second)]
     assert [backend.compile(second), backend.compile(first)] == compiled[::-1]
-    monkeypatch.setattr(xgrammar_backend, "MAX_CACHED_NBYTES", 2 * compiled[0].nbytes)
+    monkeypatch.setattr(xgrammar_backend, "MAX_CACHED_NBYTES", 2 * compiled[0].nbytes + 5000)
     backend.compile(third)
     assert backend.compile(first) is compiled[0]
     assert backend.compile(second) is not compiled[1]
+
+
+def test_the_texts_of_kept_grammars_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short grammar may have a long text: 64 KiB of spaces."""
+    backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
+    spaced = [Grammar("json_schema", '{"type": "null"}' + " " * (60_000 + at)) for at in range(8)]
+    compiled = [backend.compile(grammar) for grammar in spaced[:2]]
+    monkeypatch.setattr(xgrammar_backend, "MAX_CACHED_NBYTES", 3 * (compiled[0].nbytes + 4 * 60_100 + 2048))
+    assert [backend.compile(grammar) for grammar in spaced[:2] * 3] == compiled * 3
+    for grammar in spaced[2:]:
+        backend.compile(grammar)
+    last = backend.compile(spaced[-2])
+    assert backend.compile(spaced[-2]) is last
+    assert backend.compile(spaced[-3]) is backend.compile(spaced[-3])
+    assert backend.compile(spaced[1]) is not compiled[1]
 
 
 def test_whitespace_is_bounded(backend: XGrammarBackend, encode: Callable[[str], list[int]]) -> None:

@@ -204,6 +204,15 @@ def test_the_tokens_of_a_step_are_one_message_to_each_router(rig: Rig) -> None:
     assert rig.outbox.take() == [], "a step without tokens says nothing"
 
 
+def test_a_failure_is_sent_whatever_it_quotes(rig: Rig) -> None:
+    """A message that cannot be encoded would end the scheduler."""
+    rig.port.fail(key("a"), 400, "'not' at #/properties/\ud83d is \N{PILE OF POO}")
+    ((_, failed),) = rig.outbox.take()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(failed), type=Failed) == failed
+    assert isinstance(failed, Failed)
+    assert failed.message == "'not' at #/properties/\\ud83d is \N{PILE OF POO}"
+
+
 def test_a_failure_follows_the_tokens_before_it(rig: Rig) -> None:
     rig.port.say_token(key("a"), 0, (5,), None, None)
     rig.port.fail(key("a"), 503, "the pages are corrupt", blames="p0#1")

@@ -201,3 +201,20 @@ def test_what_only_looks_like_a_reference_stays() -> None:
     call = ForcedCall.any_of({"f": parameters}, "tools")
     arguments = '{"a":{"$ref":"#/a"},"const":1,"$ref":{"$ref":"#/b"}}'
     assert follows(call, f'{{"name": "f", "arguments": {arguments}}}')
+
+
+@pytest.mark.parametrize("call_of", CALLS, ids=["named", "required"])
+def test_references_of_names_are_followed_and_a_base_is_left(call_of: Callable[[Any], ForcedCall]) -> None:
+    parameters = {
+        "$id": "https://example.org/colors",
+        "id": "colors",
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/Color"},
+        "additionalProperties": {"$ref": "#/$defs/Share"},
+        "$defs": {"Color": {"type": "string", "enum": ["red", "blue"]}, "Share": {"type": "integer"}},
+    }
+    call = call_of(parameters)
+    envelope = "{}" if call.name is not None else '{{"name": "f", "arguments": {}}}'
+    assert follows(call, envelope.format('{"blue": 1}'))
+    assert not follows(call, envelope.format('{"green": 1}'))
+    assert not follows(call, envelope.format('{"red": "x"}'))
