@@ -40,6 +40,11 @@ MAX_HEADERS = 100
 """The most headers and trailers of one request: each costs some 200 bytes besides its own."""
 MAX_PIPELINED = 16
 """The most requests that wait behind the one that is being answered."""
+MAX_SMALL_CHUNKS = 1024
+"""The most chunks of one body, beyond one for each 64 bytes. Each takes as long to parse as some hundred bytes."""
+MAX_UNWANTED_BYTES = 32 << 20
+"""The most bytes that are read of a body whose request is answered. With a lower bound, a client that sends a long
+prompt and a wrong key would get a reset before it has read its 401."""
 NUM_SPARE_CONNECTIONS = 64
 """Connections that are accepted beyond --max-connections, for probes; other requests on them get a 503."""
 
@@ -98,6 +103,8 @@ class Connection(asyncio.Protocol):
         """Both of the request that is being parsed, with its trailers."""
         self._unparsed_bytes = 0
         """Bytes since the last boundary."""
+        self._num_chunks = self._body_bytes = self._unwanted_bytes = 0
+        """All of the request that is being parsed; unwanted ones come when it is answered."""
         self._headers_of: deque[int] = deque()
         """The numbers of headers, without trailers, of requests that the app does not have yet."""
         self._num_requests = 0
@@ -155,6 +162,11 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse data, and pass it on unless it is refused."""
         may_answer, self._passed_a_boundary = self._may_answer, False
+        if not (self._awaits_headers or self._answering):
+            self._unwanted_bytes += len(data)
+            if self._unwanted_bytes > MAX_UNWANTED_BYTES:
+                self._transport.close()
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -202,6 +214,7 @@ class Connection(asyncio.Protocol):
         """The first byte of a request."""
         self._url, self._request_ids = b"", []
         self._num_headers = self._header_bytes = 0
+        self._num_chunks = self._body_bytes = self._unwanted_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the URL."""
@@ -235,8 +248,17 @@ class Connection(asyncio.Protocol):
         elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED:
             self._refusal = RequestError("too many requests wait for their answers on this connection")
 
-    def on_body(self, _: bytes) -> None:
+    def on_chunk_header(self) -> None:
+        """The size of a chunk, whose bytes come next."""
+        self._num_chunks += 1
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._body_bytes // 64:
+            self._refusal = RequestError(
+                f"the body has more than {MAX_SMALL_CHUNKS} chunks beyond one for each 64 bytes"
+            )
+
+    def on_body(self, body: bytes) -> None:
         """A part of a body, whose size `JsonBodies` bounds."""
+        self._body_bytes += len(body)
         self._pass_a_boundary()
 
     def on_message_complete(self) -> None:
