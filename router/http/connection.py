@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import re
 from collections import deque
 from collections.abc import Awaitable
 from types import MethodType
@@ -47,6 +48,9 @@ MAX_UNWANTED_BYTES = 32 << 20
 prompt and a wrong key would get a reset before it has read its 401."""
 NUM_SPARE_CONNECTIONS = 64
 """Connections that are accepted beyond --max-connections, for probes; other requests on them get a 503."""
+
+_UPGRADE = re.compile(rb"(?<=\nupgrade):", re.IGNORECASE)
+_TAIL_BYTES = len(b"\nupgrade")
 
 _FIRST_PROBE_S = 0.05
 _MAX_PROBE_S = 5.0
@@ -98,6 +102,9 @@ class Connection(asyncio.Protocol):
         self._request_ids: list[tuple[bytes, bytes]] = []
         """Those of the headers that may be the request's id."""
         self._awaits_headers = True
+        self._in_headers = False
+        self._tail = b""
+        """The last bytes of headers whose end has not come."""
         self._num_headers = 0
         self._header_bytes = 0
         """Both of the request that is being parsed, with its trailers."""
@@ -167,12 +174,16 @@ class Connection(asyncio.Protocol):
             if self._unwanted_bytes > MAX_UNWANTED_BYTES:
                 self._transport.close()
                 return
+        tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        if self._awaits_headers:
+            data = self._hide_upgrade(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # uvicorn ignores it too
+            pass  # refused when the headers were complete
         except httptools.HttpParserError:
             self._refusal = _not_http()
+        self._tail = tail if self._in_headers else b""
         if not self._passed_a_boundary:
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > MAX_HEADER_BYTES:
@@ -182,6 +193,16 @@ class Connection(asyncio.Protocol):
         else:
             self._inner.data_received(data)
             self._time_client()
+
+    def _hide_upgrade(self, data: bytes) -> bytes:
+        """Data of headers in which no `Upgrade` is offered: httptools would take the body for the next request.
+
+        The data is changed up to the first blank line alone, so that it is no body's.
+        """
+        seen, num_old = self._tail + data, len(self._tail)
+        end = seen.find(b"\r\n\r\n")
+        end = len(seen) if end < 0 else max(end, num_old)
+        return _UPGRADE.sub(b"-ignored:", seen[:end])[num_old:] + seen[end:]
 
     def eof_received(self) -> bool:
         """Serve a client that shuts its sending side down to the end. True: the connection stays open.
@@ -212,6 +233,7 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------------------------- the parser's calls
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        self._in_headers = True
         self._url, self._request_ids = b"", []
         self._num_headers = self._header_bytes = 0
         self._num_chunks = self._body_bytes = self._unwanted_bytes = 0
@@ -238,13 +260,15 @@ class Connection(asyncio.Protocol):
         """The headers are complete."""
         self._num_requests += 1
         self._headers_of.append(self._num_headers)
-        self._awaits_headers = False
+        self._awaits_headers = self._in_headers = False
         self._pass_a_boundary()
         self._cancel_client_timer()
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refusal = _headers_too_large()
         elif not _has_path(self._url):
             self._refusal = _not_http()
+        elif self._parser.should_upgrade():
+            self._refusal = RequestError("there is no CONNECT, and no Upgrade behind other data of its segment")
         elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED:
             self._refusal = RequestError("too many requests wait for their answers on this connection")
 

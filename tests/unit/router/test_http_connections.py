@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -516,6 +517,43 @@ def test_an_upgrade_is_not_taken_up(model_folder: Path) -> None:
             async with raw_client(port) as client:
                 client.send(f"GET /health HTTP/1.1\nHost: a\nConnection: Upgrade\nUpgrade: {protocol}\n\n")
                 assert (await client.answer()).status == 200
+
+    play(model_folder, scene)
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1, 7], ids=["at once", "bytes", "in pieces"])
+@pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
+def test_a_request_that_offers_an_upgrade_keeps_its_body(model_folder: Path, name: str, piece: int) -> None:
+    """Java's HttpClient offers HTTP/2 with the first request of a connection."""
+
+    async def scene(port: int, _: FakeNode) -> None:
+        body = json.dumps(GENERATE) + f"\n{name}: in the body is JSON's white space and no JSON"
+        offer = f"Connection: Upgrade, HTTP2-Settings\n{name}: h2c\nHTTP2-Settings: AAEA"
+        async with raw_client(port) as client:
+            for content, status in ((json.dumps(GENERATE), 200), (body, 400)):
+                length = len(content.replace("\n", "\r\n"))
+                head = f"POST /generate HTTP/1.1\nHost: a\n{offer}\nContent-Length: {length}\n\n"
+                await client.send_in_pieces(head + content, piece)
+                assert (await client.answer()).status == status
+            await client.send_in_pieces(head, 1 << 20)  # the head and the body in two segments
+            await asyncio.sleep(0.05)
+            client.send(content)
+            client.send(HEALTH)
+            assert [(await client.answer()).status for _ in range(2)] == [400, 200]
+
+    play(model_folder, scene)
+
+
+def test_an_upgrade_that_cannot_be_ignored_is_refused(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        offer = "Host: a\nConnection: Upgrade\nUpgrade: h2c"
+        smuggled = f"GET /health HTTP/1.1\n{offer}\nContent-Length: {len(HEALTH) + 3}\n\n{HEALTH}"
+        for sent in ("\n\n" + smuggled, f"CONNECT /health HTTP/1.1\n{offer}\n\n"):
+            async with raw_client(port) as client:
+                client.send(sent)
+                answer = await client.answer()
+                assert answer.status == 400 and "Upgrade" in answer.error["message"]
+                assert await client.closed() == b""
 
     play(model_folder, scene)
 
