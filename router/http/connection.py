@@ -41,6 +41,8 @@ MAX_HEADERS = 100
 """The most headers and trailers of one request: each costs some 200 bytes besides its own."""
 MAX_PIPELINED = 16
 """The most requests that wait behind the one that is being answered."""
+MAX_PIPELINED_HEADERS = 400
+"""The most headers of all of these together. Their bytes are at most MAX_HEADER_BYTES."""
 MAX_SMALL_CHUNKS = 1024
 """The most chunks of one body, beyond one for each 64 bytes. Each takes as long to parse as some hundred bytes."""
 MAX_UNWANTED_BYTES = 32 << 20
@@ -112,8 +114,8 @@ class Connection(asyncio.Protocol):
         """Bytes since the last boundary."""
         self._num_chunks = self._body_bytes = self._unwanted_bytes = 0
         """All of the request that is being parsed; unwanted ones come when it is answered."""
-        self._headers_of: deque[int] = deque()
-        """The numbers of headers, without trailers, of requests that the app does not have yet."""
+        self._headers_of: deque[tuple[int, int, int]] = deque()
+        """Of requests that the app does not have yet: the number of headers, it with trailers, and bytes of all."""
         self._num_requests = 0
         """Requests whose headers are complete."""
         self._num_answered = 0
@@ -259,7 +261,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The headers are complete."""
         self._num_requests += 1
-        self._headers_of.append(self._num_headers)
+        self._headers_of.append((self._num_headers, self._num_headers, self._header_bytes))
         self._awaits_headers = self._in_headers = False
         self._pass_a_boundary()
         self._cancel_client_timer()
@@ -269,7 +271,13 @@ class Connection(asyncio.Protocol):
             self._refusal = _not_http()
         elif self._parser.should_upgrade():
             self._refusal = RequestError("there is no CONNECT, and no Upgrade behind other data of its segment")
-        elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED:
+        elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED or (
+            len(self._headers_of) > 1
+            and (
+                sum(num for _, num, _ in self._headers_of) > MAX_PIPELINED_HEADERS
+                or sum(num_bytes for _, _, num_bytes in self._headers_of) > MAX_HEADER_BYTES
+            )
+        ):
             self._refusal = RequestError("too many requests wait for their answers on this connection")
 
     def on_chunk_header(self) -> None:
@@ -287,6 +295,9 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The body and its trailers are complete."""
+        if self._headers_of:
+            num_headers, _, _ = self._headers_of.pop()
+            self._headers_of.append((num_headers, self._num_headers, self._header_bytes))
         self._awaits_headers = True
         self._pass_a_boundary()
         self._cancel_client_timer()
@@ -304,7 +315,7 @@ class Connection(asyncio.Protocol):
         else:
             self._cycle = cycle
         # uvicorn adds trailers to the headers, if they come at once
-        scope["headers"] = scope["headers"][: self._headers_of.popleft()]
+        scope["headers"] = scope["headers"][: self._headers_of.popleft()[0]]
 
         async def send_last(message: Message) -> None:
             nonlocal answered
