@@ -121,7 +121,8 @@ class Connection(asyncio.Protocol):
         self._num_answered = 0
         self._passed_a_boundary = False
         """True if the last data had the end of headers, or of a body or a part of it."""
-        self._response_started = False
+        self._response_started = self._has_head = False
+        """The app has begun an answer; its head is written, for which `send` may wait."""
         self._refusal: RequestError | None = None
         """Why the data that is being parsed is not passed on."""
         self._write_paused = False
@@ -227,7 +228,7 @@ class Connection(asyncio.Protocol):
         self._client_timer = None
         if self._answering:
             # An answer that began and has not ended is a stream of events, in chunks.
-            if not self._write_paused:
+            if not self._write_paused and self._response_started == self._has_head:
                 comment, interim = b"3\r\n:\n\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
                 self._transport.write(comment if self._response_started else interim)
             self._client_timer = self._loop.call_later(then_s, self._probe, min(4 * then_s, _MAX_PROBE_S))
@@ -323,10 +324,16 @@ class Connection(asyncio.Protocol):
             answered = True
             self._answered()
 
+        async def send_head(message: Message) -> None:
+            await send(message)
+            self._has_head = True
+
         def sent(
             message: Message,
         ) -> Awaitable[None]:  # no coroutine of its own: there is one call for each event
             self._response_started = True
+            if message["type"] == "http.response.start":
+                return send_head(message)
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             return send_last(message) if is_last else send(message)
 
@@ -339,7 +346,7 @@ class Connection(asyncio.Protocol):
     def _answered(self) -> None:
         """Note that the app has written an answer, of which the client may not have taken all."""
         self._num_answered += 1
-        self._response_started = False
+        self._response_started = self._has_head = False
         if self._lost:
             return
         self._write_timer.start()
