@@ -18,6 +18,7 @@ import http
 import re
 from collections import deque
 from collections.abc import Awaitable
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -93,12 +94,13 @@ class Connection(asyncio.Protocol):
         *,
         connections: Connections,
     ) -> None:
-        self._inner = HttpToolsProtocol(config, server_state, {**app_state, STATE: self}, _loop)
+        self._new_inner = partial(HttpToolsProtocol, config, server_state, _loop=_loop)
+        self._app_state = app_state
+        self._inner: HttpToolsProtocol
+        self._parser: httptools.HttpRequestParser
         self._connections = connections
         self.options = connections.options
         self._loop = _loop or asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self._transport: asyncio.Transport
         self._url = b""
         self._request_ids: list[tuple[bytes, bytes]] = []
@@ -147,6 +149,10 @@ class Connection(asyncio.Protocol):
         self._write_timer = WriteTimer(
             self._loop, self._transport, self.options.write_timeout_s, self._is_added_to
         )
+        # These refer to the connection, which nothing would free after a handshake that failed.
+        self._inner = self._new_inner(app_state={**self._app_state, STATE: self})
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self._inner.connection_made(self._transport)
         self._spare = len(self._connections) > self.options.max_connections
         if len(self._connections) > self.options.max_connections + NUM_SPARE_CONNECTIONS:
@@ -271,7 +277,9 @@ class Connection(asyncio.Protocol):
         elif not _has_path(self._url):
             self._refusal = _not_http()
         elif self._parser.should_upgrade():
-            self._refusal = RequestError("there is no CONNECT, and no Upgrade behind other data of its segment")
+            self._refusal = RequestError(
+                "there is no CONNECT, and no Upgrade behind other data of its segment"
+            )
         elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED or (
             len(self._headers_of) > 1
             and (
