@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import http
+import re
 from collections import deque
 from collections.abc import Awaitable
+from functools import partial
 from types import MethodType
 from typing import Any, cast
 
@@ -40,8 +42,18 @@ MAX_HEADERS = 100
 """The most headers and trailers of one request: each costs some 200 bytes besides its own."""
 MAX_PIPELINED = 16
 """The most requests that wait behind the one that is being answered."""
+MAX_PIPELINED_HEADERS = 400
+"""The most headers of all of these together. Their bytes are at most MAX_HEADER_BYTES."""
+MAX_SMALL_CHUNKS = 1024
+"""The most chunks of one body, beyond one for each 64 bytes. Each takes as long to parse as some hundred bytes."""
+MAX_UNWANTED_BYTES = 32 << 20
+"""The most bytes that are read of a body whose request is answered. With a lower bound, a client that sends a long
+prompt and a wrong key would get a reset before it has read its 401."""
 NUM_SPARE_CONNECTIONS = 64
 """Connections that are accepted beyond --max-connections, for probes; other requests on them get a 503."""
+
+_UPGRADE = re.compile(rb"(?<=\nupgrade):", re.IGNORECASE)
+_TAIL_BYTES = len(b"\nupgrade")
 
 _FIRST_PROBE_S = 0.05
 _MAX_PROBE_S = 5.0
@@ -82,30 +94,37 @@ class Connection(asyncio.Protocol):
         *,
         connections: Connections,
     ) -> None:
-        self._inner = HttpToolsProtocol(config, server_state, {**app_state, STATE: self}, _loop)
+        self._new_inner = partial(HttpToolsProtocol, config, server_state, _loop=_loop)
+        self._app_state = app_state
+        self._inner: HttpToolsProtocol
+        self._parser: httptools.HttpRequestParser
         self._connections = connections
         self.options = connections.options
         self._loop = _loop or asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self._transport: asyncio.Transport
         self._url = b""
         self._request_ids: list[tuple[bytes, bytes]] = []
         """Those of the headers that may be the request's id."""
         self._awaits_headers = True
+        self._in_headers = False
+        self._tail = b""
+        """The last bytes of headers whose end has not come."""
         self._num_headers = 0
         self._header_bytes = 0
         """Both of the request that is being parsed, with its trailers."""
         self._unparsed_bytes = 0
         """Bytes since the last boundary."""
-        self._headers_of: deque[int] = deque()
-        """The numbers of headers, without trailers, of requests that the app does not have yet."""
+        self._num_chunks = self._body_bytes = self._unwanted_bytes = 0
+        """All of the request that is being parsed; unwanted ones come when it is answered."""
+        self._headers_of: deque[tuple[int, int, int]] = deque()
+        """Of requests that the app does not have yet: the number of headers, it with trailers, and bytes of all."""
         self._num_requests = 0
         """Requests whose headers are complete."""
         self._num_answered = 0
         self._passed_a_boundary = False
         """True if the last data had the end of headers, or of a body or a part of it."""
-        self._response_started = False
+        self._response_started = self._has_head = False
+        """The app has begun an answer; its head is written, for which `send` may wait."""
         self._refusal: RequestError | None = None
         """Why the data that is being parsed is not passed on."""
         self._write_paused = False
@@ -130,6 +149,10 @@ class Connection(asyncio.Protocol):
         self._write_timer = WriteTimer(
             self._loop, self._transport, self.options.write_timeout_s, self._is_added_to
         )
+        # These refer to the connection, which nothing would free after a handshake that failed.
+        self._inner = self._new_inner(app_state={**self._app_state, STATE: self})
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         self._inner.connection_made(self._transport)
         self._spare = len(self._connections) > self.options.max_connections
         if len(self._connections) > self.options.max_connections + NUM_SPARE_CONNECTIONS:
@@ -155,12 +178,21 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse data, and pass it on unless it is refused."""
         may_answer, self._passed_a_boundary = self._may_answer, False
+        if not (self._awaits_headers or self._answering):
+            self._unwanted_bytes += len(data)
+            if self._unwanted_bytes > MAX_UNWANTED_BYTES:
+                self._transport.close()
+                return
+        tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        if self._awaits_headers:
+            data = self._hide_upgrade(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # uvicorn ignores it too
+            pass  # refused when the headers were complete
         except httptools.HttpParserError:
             self._refusal = _not_http()
+        self._tail = tail if self._in_headers else b""
         if not self._passed_a_boundary:
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > MAX_HEADER_BYTES:
@@ -170,6 +202,16 @@ class Connection(asyncio.Protocol):
         else:
             self._inner.data_received(data)
             self._time_client()
+
+    def _hide_upgrade(self, data: bytes) -> bytes:
+        """Data of headers in which no `Upgrade` is offered: httptools would take the body for the next request.
+
+        The data is changed up to the first blank line alone, so that it is no body's.
+        """
+        seen, num_old = self._tail + data, len(self._tail)
+        end = seen.find(b"\r\n\r\n")
+        end = len(seen) if end < 0 else max(end, num_old)
+        return _UPGRADE.sub(b"-ignored:", seen[:end])[num_old:] + seen[end:]
 
     def eof_received(self) -> bool:
         """Serve a client that shuts its sending side down to the end. True: the connection stays open.
@@ -192,7 +234,7 @@ class Connection(asyncio.Protocol):
         self._client_timer = None
         if self._answering:
             # An answer that began and has not ended is a stream of events, in chunks.
-            if not self._write_paused:
+            if not self._write_paused and self._response_started == self._has_head:
                 comment, interim = b"3\r\n:\n\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
                 self._transport.write(comment if self._response_started else interim)
             self._client_timer = self._loop.call_later(then_s, self._probe, min(4 * then_s, _MAX_PROBE_S))
@@ -200,8 +242,10 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------------------------- the parser's calls
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        self._in_headers = True
         self._url, self._request_ids = b"", []
         self._num_headers = self._header_bytes = 0
+        self._num_chunks = self._body_bytes = self._unwanted_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the URL."""
@@ -224,23 +268,45 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The headers are complete."""
         self._num_requests += 1
-        self._headers_of.append(self._num_headers)
-        self._awaits_headers = False
+        self._headers_of.append((self._num_headers, self._num_headers, self._header_bytes))
+        self._awaits_headers = self._in_headers = False
         self._pass_a_boundary()
         self._cancel_client_timer()
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refusal = _headers_too_large()
         elif not _has_path(self._url):
             self._refusal = _not_http()
-        elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED:
+        elif self._parser.should_upgrade():
+            self._refusal = RequestError(
+                "there is no CONNECT, and no Upgrade behind other data of its segment"
+            )
+        elif self._num_requests - self._num_answered > 1 + MAX_PIPELINED or (
+            len(self._headers_of) > 1
+            and (
+                sum(num for _, num, _ in self._headers_of) > MAX_PIPELINED_HEADERS
+                or sum(num_bytes for _, _, num_bytes in self._headers_of) > MAX_HEADER_BYTES
+            )
+        ):
             self._refusal = RequestError("too many requests wait for their answers on this connection")
 
-    def on_body(self, _: bytes) -> None:
+    def on_chunk_header(self) -> None:
+        """The size of a chunk, whose bytes come next."""
+        self._num_chunks += 1
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._body_bytes // 64:
+            self._refusal = RequestError(
+                f"the body has more than {MAX_SMALL_CHUNKS} chunks beyond one for each 64 bytes"
+            )
+
+    def on_body(self, body: bytes) -> None:
         """A part of a body, whose size `JsonBodies` bounds."""
+        self._body_bytes += len(body)
         self._pass_a_boundary()
 
     def on_message_complete(self) -> None:
         """The body and its trailers are complete."""
+        if self._headers_of:
+            num_headers, _, _ = self._headers_of.pop()
+            self._headers_of.append((num_headers, self._num_headers, self._header_bytes))
         self._awaits_headers = True
         self._pass_a_boundary()
         self._cancel_client_timer()
@@ -258,7 +324,7 @@ class Connection(asyncio.Protocol):
         else:
             self._cycle = cycle
         # uvicorn adds trailers to the headers, if they come at once
-        scope["headers"] = scope["headers"][: self._headers_of.popleft()]
+        scope["headers"] = scope["headers"][: self._headers_of.popleft()[0]]
 
         async def send_last(message: Message) -> None:
             nonlocal answered
@@ -266,10 +332,16 @@ class Connection(asyncio.Protocol):
             answered = True
             self._answered()
 
+        async def send_head(message: Message) -> None:
+            await send(message)
+            self._has_head = True
+
         def sent(
             message: Message,
         ) -> Awaitable[None]:  # no coroutine of its own: there is one call for each event
             self._response_started = True
+            if message["type"] == "http.response.start":
+                return send_head(message)
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             return send_last(message) if is_last else send(message)
 
@@ -282,7 +354,7 @@ class Connection(asyncio.Protocol):
     def _answered(self) -> None:
         """Note that the app has written an answer, of which the client may not have taken all."""
         self._num_answered += 1
-        self._response_started = False
+        self._response_started = self._has_head = False
         if self._lost:
             return
         self._write_timer.start()

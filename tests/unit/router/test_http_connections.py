@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -15,7 +16,14 @@ import pytest
 import uvloop
 
 from router.http.config import ConnectionOptions, HttpOptions
-from router.http.connection import MAX_HEADER_BYTES, MAX_HEADERS, MAX_PIPELINED, NUM_SPARE_CONNECTIONS
+from router.http.connection import (
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MAX_SMALL_CHUNKS,
+    MAX_UNWANTED_BYTES,
+    NUM_SPARE_CONNECTIONS,
+)
 from router.http.limits import HttpLimits
 from shared.protocol.messages import Cancel, Decode, Finish
 from tests.patience import eventually
@@ -308,6 +316,58 @@ def test_a_body_of_many_tiny_chunks_is_no_header(model_folder: Path) -> None:
     play(model_folder, scene)
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/generate"])
+def test_a_body_of_chunks_that_are_too_small(model_folder: Path, path: str) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send(f"POST {path} HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
+            if path == "/nowhere":  # an answer that does not wait for the body
+                assert (await client.answer()).status == 404
+            sent = "1\n \n" * 2 * MAX_SMALL_CHUNKS
+            await client.send_in_pieces(sent, 700)
+            rest = await client.closed()  # a reset may overtake the answer, but not another one
+            assert rest == b"" or path == "/generate" and b"more than %d chunks" % MAX_SMALL_CHUNKS in rest
+
+    play(model_folder, scene)
+
+
+def test_chunks_of_a_good_size_may_be_many(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        async with raw_client(port) as client:
+            client.send("POST /nowhere HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
+            await client.send_in_pieces(f"40\n{'x' * 64}\n" * 4 * MAX_SMALL_CHUNKS, 9000)
+            client.send("0\n\n" + HEALTH)
+            assert [(await client.answer()).status for _ in range(2)] == [404, 200]
+
+    play(model_folder, scene)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_not_wanted_is_read_up_to_a_bound(model_folder: Path, chunked: bool) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {1 << 60}"
+        piece = f"10000\n{'x' * 65536}\n" if chunked else "x" * 65536
+        async with raw_client(port) as client:
+            client.send(f"POST /nowhere HTTP/1.1\nHost: a\n{length}\n\n")
+            assert (await client.answer()).status == (404 if chunked else 413)
+            await client.send_in_pieces(piece * (2 * MAX_UNWANTED_BYTES // 65536), 1 << 20)
+            assert await client.closed() == b""
+
+    play(model_folder, scene)
+
+
+def test_an_answer_that_does_not_wait_for_a_long_body_arrives(model_folder: Path) -> None:
+    """As for a long prompt with a wrong key: no reset takes the place of the answer."""
+
+    async def scene(port: int, _: FakeNode) -> None:
+        for _ in range(2):
+            async with raw_client(port) as client:
+                client.send(post("/nowhere", "x" * (2 << 20)) + HEALTH.replace("\n", "\r\n").encode())
+                assert [(await client.answer()).status for _ in range(2)] == [413, 200]
+
+    play(model_folder, scene)
+
+
 def test_bodies_that_are_too_large(model_folder: Path) -> None:
     async def scene(port: int, _: FakeNode) -> None:
         async with raw_client(
@@ -457,6 +517,43 @@ def test_an_upgrade_is_not_taken_up(model_folder: Path) -> None:
             async with raw_client(port) as client:
                 client.send(f"GET /health HTTP/1.1\nHost: a\nConnection: Upgrade\nUpgrade: {protocol}\n\n")
                 assert (await client.answer()).status == 200
+
+    play(model_folder, scene)
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1, 7], ids=["at once", "bytes", "in pieces"])
+@pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
+def test_a_request_that_offers_an_upgrade_keeps_its_body(model_folder: Path, name: str, piece: int) -> None:
+    """Java's HttpClient offers HTTP/2 with the first request of a connection."""
+
+    async def scene(port: int, _: FakeNode) -> None:
+        body = json.dumps(GENERATE) + f"\n{name}: in the body is JSON's white space and no JSON"
+        offer = f"Connection: Upgrade, HTTP2-Settings\n{name}: h2c\nHTTP2-Settings: AAEA"
+        async with raw_client(port) as client:
+            for content, status in ((json.dumps(GENERATE), 200), (body, 400)):
+                length = len(content.replace("\n", "\r\n"))
+                head = f"POST /generate HTTP/1.1\nHost: a\n{offer}\nContent-Length: {length}\n\n"
+                await client.send_in_pieces(head + content, piece)
+                assert (await client.answer()).status == status
+            await client.send_in_pieces(head, 1 << 20)  # the head and the body in two segments
+            await asyncio.sleep(0.05)
+            client.send(content)
+            client.send(HEALTH)
+            assert [(await client.answer()).status for _ in range(2)] == [400, 200]
+
+    play(model_folder, scene)
+
+
+def test_an_upgrade_that_cannot_be_ignored_is_refused(model_folder: Path) -> None:
+    async def scene(port: int, _: FakeNode) -> None:
+        offer = "Host: a\nConnection: Upgrade\nUpgrade: h2c"
+        smuggled = f"GET /health HTTP/1.1\n{offer}\nContent-Length: {len(HEALTH) + 3}\n\n{HEALTH}"
+        for sent in ("\n\n" + smuggled, f"CONNECT /health HTTP/1.1\n{offer}\n\n"):
+            async with raw_client(port) as client:
+                client.send(sent)
+                answer = await client.answer()
+                assert answer.status == 400 and "Upgrade" in answer.error["message"]
+                assert await client.closed() == b""
 
     play(model_folder, scene)
 
