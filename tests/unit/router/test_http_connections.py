@@ -192,8 +192,8 @@ def test_timers_leave_those_alone_whom_the_router_makes_wait(model_folder: Path)
     async def late(node: FakeNode, work: Any) -> None:
         for position in range(4):
             await asyncio.sleep(0.5)
-            node.tokens(work.key, position, [node.story[position]])
-        node.tokens(work.key, 4, [], Finish("length"))
+            finish = Finish("length") if position == 3 else None
+            node.tokens(work.key, position, [node.story[position]], finish)
 
     hasty = replace(PATIENT, header_timeout_s=1.5, body_timeout_s=1.5, write_timeout_s=1.5)
     play(model_folder, scene, hasty, decode=late)
