@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_NBYTES = 60 << 20
 MACHINE_HAS = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "huggingface-hub")
 """Large packages that images with torch bring along."""
-TESTS_NEED = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil")
+TESTS_NEED = ("pytest", "pytest-timeout", "pytest-xdist", "httpx", "hypothesis", "psutil")
 """Of the development dependencies."""
 OLDEST_GLIBC, NEWEST_GLIBC = 5, 39
 
