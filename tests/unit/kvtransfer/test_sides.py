@@ -102,7 +102,7 @@ def test_an_offer_needs_no_forward_to_be_granted_while_the_next_pages_are_comput
 
 
 def test_pages_of_a_request_that_still_runs_elsewhere_come_after_those_of_others(world: World) -> None:
-    """They were offered first. Alone they hurry nobody, so that their link may be filled with them."""
+    """They were offered first. Alone they make no other transfer wait, so their link may be filled with them."""
     moving, prefilled = key(0), key(1)
     num_offered, num_chunks = 99, 2 * 99
     world.p.rate = num_offered
