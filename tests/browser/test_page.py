@@ -134,7 +134,7 @@ def test_the_timeline_is_drawn_as_it_happens(run: Run, browser: Browser, model_f
                 *("queued", "transferring", "decoding"),
             ]
             await site.shows("#timeline-words", "3 KV pages moved, 3.0 kB")
-            assert "Slow: 2.00 s waiting for pages on decode-0" in await site.text("#timeline-words")
+            assert "Slow because of reservation (decode-0): 2.00 s" in await site.text("#timeline-words")
             assert await site.text("#figure-tokens") == "9"
             assert (await site.text("#figure-ttft")).endswith("s")
             await site.page.click("summary")

@@ -226,7 +226,11 @@ class Matrix:
         if fault not in _ENDS_STREAMS:
             gone = {incarnations[node.name] for node in (*victims, *drained)}
             self._check_computed_again(
-                fault, before, gone, num_received if incarnations[primary.name] in gone else None
+                fault,
+                before,
+                gone,
+                num_received if incarnations[primary.name] in gone else None,
+                num_again=max(int(self._num_failed() - num_failed) - NUM_SEQS, 0),
             )
         self.check_home()
         if fault in _ENDS_STREAMS:
@@ -560,19 +564,26 @@ class Matrix:
         return received()
 
     def _check_computed_again(
-        self, fault: Fault, before: Mapping[str, Computed], gone: set[str], num_received: int | None
+        self,
+        fault: Fault,
+        before: Mapping[str, Computed],
+        gone: set[str],
+        num_received: int | None,
+        num_again: int,
     ) -> None:
         """Streams go on behind their last token: no node but those that are `gone` computes what a client has.
 
         `num_received` are the tokens that clients had when the decode node of the streams was lost; None: it was not.
         Of those the prefill node had computed the first of each stream. What prompts have in common is computed once.
+        `num_again` sequences went to other nodes once more than the fault is a reason for, as on a machine so busy that
+        a node misses its pings: of each, all may have been computed for nobody.
         """
         self._wait_home()
         here = [
             now.since(before[name]) for name, now in self._computed().items() if now.incarnation not in gone
         ]
         num_generated = sum(computed.num_generated for computed in here)
-        most = NUM_SEQS * NUM_NEW
+        most = (NUM_SEQS + num_again) * NUM_NEW
         if num_received is not None:
             most += NUM_SEQS - num_received
         if fault is Fault.DECODES_KILLED:
@@ -581,7 +592,7 @@ class Matrix:
         num_prompt_tokens = sum(computed.num_prompt_tokens for computed in here)
         most = len(PREFIX) + len(BODIES) * NUM_OWN
         if fault is not Fault.NONE:  # each once more, and that of `_bring_back`
-            most += NUM_SEQS * (len(PREFIX) + NUM_OWN) + len(PREFIX)
+            most += (NUM_SEQS + num_again) * (len(PREFIX) + NUM_OWN) + len(PREFIX)
         assert num_prompt_tokens <= most, f"{num_prompt_tokens} prompt tokens were computed, and not {most}"
 
     def _num_generated(self) -> int:

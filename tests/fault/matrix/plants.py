@@ -231,17 +231,16 @@ def digest_ignored(parts: NodeParts, is_active: IsActive) -> None:
 
 
 def moved_pages_given_away(parts: NodeParts, is_active: IsActive) -> None:
-    """The pages of a move belong to another request once they are handed off, not once the move is done."""
+    """The pages of a move belong to another request once they are offered, not once the move is done."""
     sender, buffer = parts.transfer.sender, parts.engine.pool.buffer_LSNHPD
-    handoff = sender.handoff
+    offer = sender.offer
 
-    def faulty(key: ReqKey, message: Handoff) -> None:
-        transfer = sender.transfers.get(key)
-        handoff(key, message)
-        if is_active() and transfer is not None:
-            buffer[:, :, transfer.page_ids] = 0
+    def faulty(key: ReqKey, page_ids: Sequence[int]) -> None:
+        if is_active():
+            buffer[:, :, list(page_ids)] = 0
+        offer(key, page_ids)
 
-    hold(sender, "handoff", faulty)
+    hold(sender, "offer", faulty)
 
 
 def token_sent_twice(parts: NodeParts, is_active: IsActive) -> None:
