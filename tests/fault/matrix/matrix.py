@@ -575,15 +575,15 @@ class Matrix:
 
         `num_received` are the tokens that clients had when the decode node of the streams was lost; None: it was not.
         Of those the prefill node had computed the first of each stream. What prompts have in common is computed once.
-        `num_again` sequences went to other nodes once more than the fault is a reason for, as on a machine so busy that
-        a node misses its pings: of each, all may have been computed for nobody.
+        `num_again` sequences failed over a second time, as when they went to a decode node that was killed too, but
+        was not missed yet: of each, a prefill node may have computed the next token for nobody.
         """
         self._wait_home()
         here = [
             now.since(before[name]) for name, now in self._computed().items() if now.incarnation not in gone
         ]
         num_generated = sum(computed.num_generated for computed in here)
-        most = (NUM_SEQS + num_again) * NUM_NEW
+        most = NUM_SEQS * NUM_NEW + num_again
         if num_received is not None:
             most += NUM_SEQS - num_received
         if fault is Fault.DECODES_KILLED:
