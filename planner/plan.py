@@ -11,10 +11,12 @@ import os
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from planner.candidate import MAX_NODES
 from planner.traffic.formats import TraceFormat
+from planner.words import HOW_TO_INSTALL
 from shared.cpu_cores import own_cores
 from shared.errors import ConfigError
 from shared.flags import FlagParser, fraction, whole
@@ -101,7 +103,9 @@ def build_parser() -> FlagParser:
     output.add_argument(
         "--json", metavar="FILE", help="write the whole answer; - is stdout, in place of the table"
     )
-    output.add_argument("--html", type=Path, metavar="FILE", help="write a report that needs no other file")
+    output.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page of charts that needs no other file"
+    )
     output.add_argument(
         "--jobs", type=whole(1, 1024), metavar="N", help="processes that simulate (default: one a core)"
     )
@@ -150,6 +154,8 @@ def _check(args: Namespace) -> None:
             raise ConfigError(f"{path}: it is a folder")
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise ConfigError(f"{path}: it may not be written")
+    if args.html is not None and find_spec("matplotlib") is None:
+        raise ConfigError(f"--html: matplotlib is missing: {HOW_TO_INSTALL}")
     if len(set(map(Path.absolute, paths))) < len(paths):
         raise ConfigError(f"{args.html}: --json and --html need a file each")
 
@@ -177,7 +183,7 @@ def _plan(args: Namespace) -> int:
         if args.json is not None:
             _write(Path(args.json), answer.to_json())
     if args.html is not None:
-        from planner.report.html import write_html
+        from planner.charts import write_html
 
         write_html(answer, args.html)
     return 0

@@ -20,7 +20,7 @@ from planner.figures import Slo
 from planner.plan_sample import Option, Sample
 from planner.plan_search import STEP, Aim, Curve, options
 from planner.plan_trials import AS_ASKED, Trials, Variation
-from planner.report.words import seconds
+from planner.words import seconds
 
 MAX_FACTOR = 8.0
 """A threshold is searched from 1/8 to 8 times what was asked for."""

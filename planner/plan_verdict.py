@@ -8,8 +8,8 @@ from planner.answer import BestOf, Estimate, Point, Verdict
 from planner.plan_sample import Option
 from planner.plan_search import Aim, Curve, choose, tied_with_best
 from planner.plan_trials import Trials
-from planner.report.words import seconds
 from planner.simulate import Bottleneck
+from planner.words import seconds
 
 WHAT_BOUNDS = {
     Bottleneck.PREFILL: "prompts that wait for prefill or are long in it",

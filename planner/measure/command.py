@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from planner.profile import Profile, Residual
-from planner.report.words import seconds
+from planner.words import HOW_TO_INSTALL, seconds
 from shared import cli
 from shared.errors import ConfigError
 from shared.flags import FlagParser
@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:  # It imports torch, for which --help and a wrong flag do not wait.
             from planner.measure.phases import Phase, measure
         except ModuleNotFoundError as error:
-            how = "pip install 'baton-serve[plan]', in a clone .venv/bin/pip install -e '.[plan]'"
-            raise ConfigError(f"{error.name} is missing: {how}") from None
+            raise ConfigError(f"{error.name} is missing: {HOW_TO_INSTALL}") from None
         with progress_on(console, [*Phase]) as on_progress:
             profile = measure(config, node_argv(args), on_progress=on_progress)
         profile.save(args.out)

@@ -1,0 +1,197 @@
+"""The answer of `router plan` as one HTML file that loads nothing: the table, and a drawing of its figures.
+
+Rich exports the table that a terminal shows, matplotlib draws; the SVG stands in the page itself.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from planner.answer import Answer, CandidateAnswer, Estimate
+from planner.table import print_answer
+from shared.errors import ConfigError
+
+WIDTH_IN, ROW_IN, PLOT_IN = 9.0, 0.24, 3.2
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+_PAGE = """<!doctype html>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{{stylesheet}} svg {{{{ max-width: 100%; height: auto }}}}</style>
+<pre>{{code}}</pre>
+{drawing}
+"""
+"""What rich fills in has one pair of braces, the rest is filled in before."""
+
+
+def write_html(answer: Answer, path: Path) -> None:
+    """Write the page. Raises ConfigError if the file cannot be written."""
+    console = Console(record=True, file=io.StringIO(), width=160, highlight=False)
+    print_answer(answer, console)
+    drawing = draw(answer).replace("{", "{{").replace("}", "}}")
+    page = _PAGE.format(title=f"Plan: {escape(answer.verdict.best)}", drawing=drawing)
+    text = console.export_html(code_format=page, inline_styles=True)
+    try:
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def draw(answer: Answer) -> str:
+    """All charts below each other, as one SVG element."""
+    by_nodes = (
+        []
+        if answer.base is not None
+        else [list(of) for _, of in groupby(sorted(answer.candidates, key=_num_nodes), key=_num_nodes)]
+    )
+    shown = _shown(answer)
+    rows_in = ROW_IN * len(shown) + 0.6
+    heights = [PLOT_IN] * len(by_nodes) + [rows_in] * (4 if answer.base is None else 7)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained")
+        axes = iter(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+        for candidates in by_nodes:
+            _goodput(next(axes), answer, candidates)
+        slo = answer.question.slo
+        _latencies(next(axes), "Time to first token, s", shown, "ttft_s", slo.ttft_s)
+        _latencies(next(axes), "Time between tokens, s", shown, "itl_s", slo.itl_s)
+        _stages(next(axes), shown)
+        _busy(next(axes), shown)
+        for title, name in _DIFFERENCES.items() if answer.base is not None else ():
+            _differences(next(axes), title, name, shown)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    svg = out.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+_DIFFERENCES = {
+    "Goodput from the base, requests/s": "goodput",
+    "Mean TTFT from the base, s": "ttft_mean_s",
+    "Mean ITL from the base, s": "itl_mean_s",
+}
+
+
+def _num_nodes(one: CandidateAnswer) -> int:
+    return one.num_nodes
+
+
+def _shown(answer: Answer) -> list[CandidateAnswer]:
+    """Of each number of nodes the best split and the best fleet together; in a comparison every setting."""
+    if answer.base is not None:
+        return list(answer.candidates)
+    named = {one.name for one in answer.verdict.best_of} | {answer.verdict.best}
+    kinds: dict[tuple[int, bool], list[CandidateAnswer]] = {}
+    for one in answer.candidates:
+        kinds.setdefault((one.num_nodes, one.num_prefill > 0), []).append(one)
+
+    def rank(one: CandidateAnswer) -> tuple[bool, bool, float]:
+        return one.name == answer.verdict.best, one.name in named, one.max_rate.value if one.max_rate else 0.0
+
+    return [max(kind, key=rank) for _, kind in sorted(kinds.items())]
+
+
+def _goodput(axes: Axes, answer: Answer, candidates: Sequence[CandidateAnswer]) -> None:
+    """Of fleets with as many nodes, over the rates at which they were simulated."""
+    for one in candidates:
+        rates, goodputs = [point.rate for point in one.points], [point.goodput for point in one.points]
+        axes.errorbar(
+            rates,
+            [goodput.value for goodput in goodputs],
+            yerr=_around(goodputs),
+            label=one.name,
+            marker=".",
+            capsize=2,
+            linestyle="-" if one.num_prefill else "--",
+            linewidth=2.2 if one.name == answer.verdict.best else 1,
+        )
+    most = max(point.rate for one in candidates for point in one.points)
+    axes.plot([0, most], [0, most], color="grey", linewidth=0.8)
+    axes.plot([0, most], [0, answer.question.good_share * most], color="grey", linewidth=0.8, linestyle=":")
+    axes.axvline(answer.question.traffic.rate, color="black", linewidth=0.8, linestyle=":")
+    axes.set(
+        title=f"{candidates[0].num_nodes} nodes: good requests/s",
+        xlabel="requests/s; the traffic's own rate is dotted",
+    )
+    axes.legend(ncols=2)
+
+
+def _latencies(axes: Axes, title: str, shown: Sequence[CandidateAnswer], field: str, bound_s: float) -> None:
+    """Percentiles at the rate of the traffic, with the SLO."""
+    for row, one in enumerate(shown):
+        found = getattr(one.now, field)
+        if found is not None:
+            axes.plot([found.p50, found.p90, found.p99], [row] * 3, marker="|", color="C0")
+    axes.axvline(bound_s, color="black", linewidth=0.8, linestyle=":")
+    axes.set(title=f"{title}: p50, p90, p99; the SLO is dotted", xscale="log")
+    _name_rows(axes, shown)
+
+
+def _stages(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:
+    """Mean seconds of each stage of a request up to its second token."""
+    names = dict.fromkeys(name for one in shown for name, seconds in one.now.stages_s.items() if seconds > 0)
+    ends = [0.0] * len(shown)
+    for name in names:
+        seconds = [one.now.stages_s.get(name, 0.0) for one in shown]
+        axes.barh(range(len(shown)), seconds, left=ends, label=name)
+        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
+    axes.set(title="Where the start of a request goes, mean s")
+    if names:
+        axes.legend(ncols=4)
+    _name_rows(axes, shown)
+
+
+def _busy(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:
+    """Of the devices of each fleet, and of the busiest link."""
+    for row, one in enumerate(shown):
+        shares: dict[str, float] = {use.role: use.busy_share for use in one.now.use}
+        if one.now.transfer is not None:
+            shares["link"] = one.now.transfer.link_busy_share
+        for at, (name, share) in enumerate(shares.items()):
+            axes.barh(row + 0.25 * (at - 1), share, height=0.22, color=_BUSY_COLORS[name])
+    axes.set(title="Busy: prefill blue, decode orange, both roles green, link grey", xlim=(0, 1))
+    _name_rows(axes, shown)
+
+
+_BUSY_COLORS = {"prefill": "C0", "decode": "C1", "together": "C2", "link": "grey"}
+
+
+def _differences(axes: Axes, title: str, field: str, shown: Sequence[CandidateAnswer]) -> None:
+    """Of a comparison: against the base, with intervals."""
+    for row, one in enumerate(shown):
+        if one.difference is not None:
+            found = getattr(one.difference, field)
+            axes.errorbar([found.value], [row], xerr=_around([found]), marker=".", capsize=2, color="C0")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set(title=title)
+    _name_rows(axes, shown)
+
+
+def _around(of: Sequence[Estimate]) -> list[list[float]]:
+    """The intervals as matplotlib takes them: below the values, and above."""
+    return [[one.value - one.low for one in of], [one.high - one.value for one in of]]
+
+
+def _name_rows(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:
+    axes.set_yticks(range(len(shown)), [one.name for one in shown])
+    axes.invert_yaxis()
