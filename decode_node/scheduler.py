@@ -20,27 +20,19 @@ through `waiting_queue` and `chunked_req` first, and retracted requests come bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from decode_node.moves import Moves
 from decode_node.prealloc_queue import PreallocQueue
 from decode_node.trial import HANDED_BACK, Trial
-from shared.config import ScheduleOptions
-from shared.engine.build import Engine
-from shared.engine.loop_parts import new_grammar_queue, new_launcher
+from shared.engine.loop_parts import NodeParts, new_grammar_queue, new_launcher
 from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
-from shared.engine.vitals import Vitals
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.lending import Lending
-from shared.kvtransfer.peering import Peering
 from shared.kvtransfer.queues import evict_corrupt, take_over
-from shared.kvtransfer.receiver import KVReceiver
-from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.messages import Cancel, Decode, Lend, Move, NodeRef, ReqKey
-from shared.protocol.router_port import RouterPort
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -53,26 +45,18 @@ from shared.timeline import ReqStage
 class DecodeScheduler:
     """Decides for every request, page and row of a decode node. Runs on one thread."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        options: ScheduleOptions,
-        receiver: KVReceiver,
-        sender: KVSender,
-        peering: Peering,
-        router_port: RouterPort,
-        vitals: Vitals,
-        wake: Callable[[], None],
-        router_timeout_s: float,
-    ) -> None:
+    def __init__(self, parts: NodeParts) -> None:
+        engine, transfer, options = parts.engine, parts.transfer, parts.config.schedule
+        receiver, sender, peering = transfer.receiver, transfer.sender, transfer.peering
+        router_port, vitals = parts.router_port, parts.vitals
         self._ledger = engine.ledger
         self._receiver = receiver
         self._sender = sender
         self._peering = peering
         self._router_port = router_port
         self._vitals = vitals
-        self._launcher = new_launcher(engine, options)
-        self.grammar_queue = new_grammar_queue(engine, options, wake)
+        self._launcher = new_launcher(parts)
+        self.grammar_queue = new_grammar_queue(parts)
         self.batcher = Batcher(engine.ledger, options)
         self.prealloc_queue = PreallocQueue(
             engine.ledger, receiver, options, self.batcher.in_order, engine.clock
@@ -85,9 +69,7 @@ class DecodeScheduler:
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher, self.queued_tokens)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
         self._trial = Trial(self.reqs, router_port, engine.clock)
-        self._desk = RouterDesk(
-            engine, self.reqs, self.grammar_queue, self.batcher, router_port, vitals, router_timeout_s
-        )
+        self._desk = RouterDesk(parts, self.reqs, self.grammar_queue, self.batcher)
 
     def step(self) -> bool:
         """Take one turn. False when it has nothing left to do."""

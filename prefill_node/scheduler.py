@@ -18,26 +18,18 @@ lends to others, which is for none of its own requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from prefill_node.fetches import Fetches
 from prefill_node.run_ahead import RunAhead
-from shared.config import ScheduleOptions
-from shared.engine.build import Engine
-from shared.engine.loop_parts import new_grammar_queue, new_launcher
+from shared.engine.loop_parts import NodeParts, new_grammar_queue, new_launcher
 from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
-from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.kvtransfer.lending import Lending
-from shared.kvtransfer.peering import Peering
 from shared.kvtransfer.queues import BootstrapQueue, InflightQueue, evict_corrupt
-from shared.kvtransfer.receiver import KVReceiver
-from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import ReadyOverdue, Received, ReceiveFailed, SendEnded
 from shared.protocol.messages import Lend, Peers, Prefill, ReqKey
-from shared.protocol.router_port import RouterPort
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -50,26 +42,18 @@ from shared.timeline import ReqStage
 class PrefillScheduler:
     """Decides for every request, page and row of a prefill node. Runs on one thread."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        options: ScheduleOptions,
-        receiver: KVReceiver,
-        sender: KVSender,
-        peering: Peering,
-        router_port: RouterPort,
-        vitals: Vitals,
-        wake: Callable[[], None],
-        router_timeout_s: float,
-    ) -> None:
+    def __init__(self, parts: NodeParts) -> None:
+        engine, transfer, options = parts.engine, parts.transfer, parts.config.schedule
+        receiver, sender, peering = transfer.receiver, transfer.sender, transfer.peering
+        router_port, vitals = parts.router_port, parts.vitals
         self._ledger = engine.ledger
         self._receiver = receiver
         self._sender = sender
         self._peering = peering
         self._router_port = router_port
         self._vitals = vitals
-        self._launcher = new_launcher(engine, options)
-        self.grammar_queue = new_grammar_queue(engine, options, wake)
+        self._launcher = new_launcher(parts)
+        self.grammar_queue = new_grammar_queue(parts)
         self.batcher = Batcher(engine.ledger, options)
         self.bootstrap_queue = BootstrapQueue()
         self.inflight_queue = InflightQueue(engine.ledger, sender)
@@ -89,9 +73,7 @@ class PrefillScheduler:
             self.queued_tokens,
         )
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
-        self._desk = RouterDesk(
-            engine, self.reqs, self.grammar_queue, self.batcher, router_port, vitals, router_timeout_s
-        )
+        self._desk = RouterDesk(parts, self.reqs, self.grammar_queue, self.batcher)
 
     def step(self) -> bool:
         """Take one turn. False when it has nothing left to do."""

@@ -14,11 +14,13 @@ from prefill_node.scheduler import PrefillScheduler
 from router.dispatch.prefix_index import PrefixIndex
 from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
+from shared.engine.loop_parts import NodeParts
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit, audit_idle
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.sides import TransferSides
 from shared.kvtransfer.transports.choice import Transports
 from shared.protocol.logprobs import TokenLogprobs
 from shared.protocol.messages import (
@@ -372,17 +374,15 @@ class Node:
             self.sender = self._join_sender(network, own)
             self.peering = ClusterPeering(network, sender_of(name))
         network.every(self.receiver.renewal_s, self.receiver.renew_leases, owner=name)
-        self.scheduler = (PrefillScheduler if role is Role.PREFILL else DecodeScheduler)(
-            engine,
-            config.schedule,
-            self.receiver,
-            self.sender,
-            self.peering,
-            self.router_port,
-            self.vitals,
-            wake.set,
-            1e9,
+        parts = NodeParts(
+            config=replace(config, net=replace(config.net, router_timeout_s=1e9)),
+            engine=engine,
+            transfer=TransferSides(self.sender, self.peering, self.receiver),  # type: ignore[arg-type]
+            router_port=self.router_port,
+            vitals=self.vitals,
+            wake=wake,
         )
+        self.scheduler = (PrefillScheduler if role is Role.PREFILL else DecodeScheduler)(parts)
 
     def _join_receiver(self, network: FakeNetwork, own: Endpoint) -> KVReceiver:
         name = receiver_of(self.name)

@@ -20,6 +20,7 @@ from decode_node.scheduler import DecodeScheduler
 from shared.config import NodeConfig
 from shared.engine.build import Engine
 from shared.engine.forward_stream import ForwardStream, GenerationBatchResult
+from shared.engine.loop_parts import NodeParts
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.engine.vitals import Vitals
@@ -104,17 +105,15 @@ class NodeLoop:
         )
         self._sides = make_sides(endpoint, control)
         self._receiver = _InstantReceiver(engine.ledger.page_size)
-        self._scheduler = DecodeScheduler(
-            engine,
-            config.schedule,
-            self._receiver,  # type: ignore[arg-type]
-            self._sides.sender,
-            self._sides.peering,
-            self._router_port,
-            vitals,
-            wake.set,
-            float("inf"),
+        parts = NodeParts(
+            config=replace(config, net=replace(config.net, router_timeout_s=float("inf"))),
+            engine=engine,
+            transfer=replace(self._sides, receiver=self._receiver),  # type: ignore[arg-type]
+            router_port=self._router_port,
+            vitals=vitals,
+            wake=wake,
         )
+        self._scheduler = DecodeScheduler(parts)
         self._stream.launching = lambda: self._scheduler.batcher.last_batch
         self._hear(RouterHello(_ROUTER, PROTOCOL_VERSION))
 

@@ -14,9 +14,11 @@ from planner.simulator.runner import SimStream, TokenOf
 from planner.simulator.transport import SimReceiver, SimSender, Transport
 from prefill_node.scheduler import PrefillScheduler
 from router.dispatch.prefix_index import PrefixIndex
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.config import CacheOptions, ModelOptions, NetOptions, NodeConfig, ScheduleOptions
+from shared.engine.loop_parts import NodeParts
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit_idle
+from shared.kvtransfer.sides import TransferSides
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Decode,
@@ -158,17 +160,15 @@ class SimNode:
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
         self.sender = SimSender(name, transport, self.clock, self.wake)
         self.receiver = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
-        self.scheduler: Any = (PrefillScheduler if role is Role.PREFILL else DecodeScheduler)(
-            engine,
-            config.schedule,
-            self.receiver,  # type: ignore[arg-type]
-            self.sender,  # type: ignore[arg-type]
-            _Peering(self.sender),
-            self._port,
-            self.vitals,
-            self.wake,
-            float("inf"),
+        parts = NodeParts(
+            config=config,
+            engine=engine,
+            transfer=TransferSides(self.sender, _Peering(self.sender), self.receiver),  # type: ignore[arg-type]
+            router_port=self._port,
+            vitals=self.vitals,
+            wake=wake,  # type: ignore[arg-type]
         )
+        self.scheduler: Any = (PrefillScheduler if role is Role.PREFILL else DecodeScheduler)(parts)
         transport.join(name, self.sender, self.receiver)
         self.send(RouterHello(ROUTER, PROTOCOL_VERSION))
 
@@ -249,4 +249,5 @@ def _config(shape: NodeShape) -> NodeConfig:
         host_kv_tokens=shape.host_kv_tokens,
     )
     model = ModelOptions(context_length=shape.context_length)
-    return NodeConfig(model=model, cache=cache, schedule=shape.schedule)
+    net = NetOptions(router_timeout_s=float("inf"))
+    return NodeConfig(model=model, cache=cache, schedule=shape.schedule, net=net)

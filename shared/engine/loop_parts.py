@@ -1,17 +1,35 @@
-"""What the loops of both roles have in common, built from an engine and the node's options."""
+"""What the loop of a role is built of: the parts of its node, and what both roles make of them alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from dataclasses import dataclass
 
-from shared.config import ScheduleOptions
+from shared.config import NodeConfig
 from shared.engine.build import Engine
 from shared.engine.launcher import Launcher
+from shared.engine.vitals import Vitals
+from shared.kvtransfer.sides import TransferSides
+from shared.protocol.router_port import RouterPort
 from shared.scheduling.grammar_queue import GrammarQueue
 
 
-def new_launcher(engine: Engine, options: ScheduleOptions) -> Launcher:
+@dataclass(frozen=True, kw_only=True)
+class NodeParts:
+    """The parts of a node that outlive its role's scheduler."""
+
+    config: NodeConfig
+    engine: Engine
+    transfer: TransferSides
+    router_port: RouterPort
+    vitals: Vitals
+    wake: threading.Event
+    """Wakes the loop; any thread may set it."""
+
+
+def new_launcher(parts: NodeParts) -> Launcher:
     """What runs the batches that are planned, overlapped unless that is switched off."""
+    engine, options = parts.engine, parts.config.schedule
     return Launcher(
         engine.stream,
         engine.ledger,
@@ -24,13 +42,14 @@ def new_launcher(engine: Engine, options: ScheduleOptions) -> Launcher:
     )
 
 
-def new_grammar_queue(engine: Engine, options: ScheduleOptions, wake: Callable[[], None]) -> GrammarQueue:
-    """Where requests wait until their grammars are compiled; `wake` is called by any thread when one is."""
+def new_grammar_queue(parts: NodeParts) -> GrammarQueue:
+    """Where requests wait until their grammars are compiled; the loop is woken when one is."""
+    engine, options = parts.engine, parts.config.schedule
     return GrammarQueue(
         engine.grammars,
         options.grammar_compile_timeout_s,
         engine.clock,
-        wake,
+        parts.wake.set,
         jump_forward=options.enable_jump_forward,
         cpu_clock=engine.cpu_clock,
     )

@@ -24,12 +24,13 @@ import msgspec
 from shared import log
 from shared.config import NodeConfig
 from shared.engine.build import Engine, build_engine
+from shared.engine.loop_parts import NodeParts
 from shared.engine.node_http import InRole, NodeHttp, NodeStatus
 from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
 from shared.kvtransfer.links import Endpoint
-from shared.kvtransfer.sides import TransferSides, make_sides
+from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.open_files import raise_open_files_limit
 from shared.protocol.channel import ControlThread, Handlers
@@ -76,25 +77,13 @@ class Scheduler(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeParts:
-    """What a role builds its scheduler from."""
-
-    config: NodeConfig
-    engine: Engine
-    transfer: TransferSides
-    router_port: RouterPort
-    vitals: Vitals
-    wake: threading.Event
-
-
-BuildRole = Callable[[NodeParts], tuple[Scheduler, dict[str, Handlers]]]
-"""Makes a role's scheduler, and says which diallers besides routers it listens to."""
+BuildRole = Callable[[NodeParts], Scheduler]
+"""Makes a role's scheduler."""
 
 
 def builder_of(role: Role) -> BuildRole:
-    """What builds nodes of `role`. It is found by the name of the role's package, which only a node in it imports."""
-    build_role: BuildRole = import_module(f"{role}_node.role").build_role
+    """The scheduler of `role`. It is found by the name of the role's package, which only a node in it imports."""
+    build_role: BuildRole = getattr(import_module(f"{role}_node.scheduler"), f"{role.capitalize()}Scheduler")
     return build_role
 
 
@@ -209,9 +198,9 @@ def _serve_in_role(
     role, node = presence.role, presence.node
     log.rename(node.incarnation)
     parts = _parts(presence, config, loaded, stop.wake)
-    scheduler, handlers = build_role(parts)
+    scheduler = build_role(parts)
     routers = Handlers(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
-    presence.control.admit({"router": routers, **handlers})
+    presence.control.admit({"router": routers, **parts.transfer.handlers()})
     presence.announcer.start()
     status.serves(
         InRole(

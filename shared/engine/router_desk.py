@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shared import log
-from shared.engine.build import Engine
 from shared.engine.cache_announcer import CacheAnnouncer
+from shared.engine.loop_parts import NodeParts
 from shared.engine.req_table import ReqTable
-from shared.engine.vitals import Vitals
 from shared.errors import RequestError
 from shared.protocol.messages import (
     CacheResync,
@@ -24,7 +23,7 @@ from shared.protocol.messages import (
     Stop,
     StopProfile,
 )
-from shared.protocol.router_port import FromRouter, RouterPort
+from shared.protocol.router_port import FromRouter
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.check_request import accept
 from shared.scheduling.commit import Outcome
@@ -38,22 +37,19 @@ class RouterDesk:
 
     def __init__(
         self,
-        engine: Engine,
+        parts: NodeParts,
         reqs: ReqTable,
         grammar_queue: GrammarQueue,
         batcher: Batcher,
-        router_port: RouterPort,
-        vitals: Vitals,
-        router_timeout_s: float,
     ) -> None:
-        self._engine = engine
+        self._engine = parts.engine
         self._reqs = reqs
         self._grammar_queue = grammar_queue
         self._batcher = batcher
-        self._router_port = router_port
-        self._vitals = vitals
-        self._router_timeout_s = router_timeout_s
-        self._announcer = CacheAnnouncer(engine.ledger, router_port)
+        self._router_port = parts.router_port
+        self._vitals = parts.vitals
+        self._router_timeout_s = parts.config.net.router_timeout_s
+        self._announcer = CacheAnnouncer(parts.engine.ledger, parts.router_port)
 
     def hear(self) -> Iterator[FromRouter]:
         """Act on the messages that both roles treat alike, and yield the others to the role, in order."""

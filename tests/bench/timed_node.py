@@ -17,8 +17,8 @@ from pathlib import Path
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
-from shared.engine.node_process import BuildRole, NodeParts, Scheduler, builder_of, run_node
-from shared.protocol.channel import Handlers
+from shared.engine.loop_parts import NodeParts
+from shared.engine.node_process import BuildRole, Scheduler, builder_of, run_node
 from shared.protocol.messages import Role
 from tests.bench.timed_stream import VOCAB_SIZE, TimedStream, forward_s
 from tests.forked import Forked
@@ -117,9 +117,9 @@ def run_timed_node(role: Role, argv: Sequence[str], costs: CostModel) -> int:
 
 
 def _timed_builder_of(stream: TimedStream, role: Role) -> BuildRole:
-    build_role: Callable[[NodeParts], tuple[Scheduler, dict[str, Handlers]]] = builder_of(role)
+    build_role: Callable[[NodeParts], Scheduler] = builder_of(role)
 
-    def build(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
+    def build(parts: NodeParts) -> Scheduler:
         return build_role(replace(parts, engine=replace(parts.engine, stream=stream)))
 
     return build

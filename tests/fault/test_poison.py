@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
+from shared.engine.loop_parts import NodeParts
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.node_process import BuildRole, NodeParts, Scheduler, builder_of, run_node
-from shared.protocol.channel import Handlers
+from shared.engine.node_process import BuildRole, Scheduler, builder_of, run_node
 from shared.timeline import Role
 from tests.fault.matrix.holding import hold
 from tests.forked import Forked
@@ -31,7 +31,7 @@ def run_crashing(role: Role, flags: Sequence[str]) -> int:
     """Run a node of the role that dies, without a word, as it begins a forward with POISON_ID."""
 
     def crashing_builder_of(role: Role) -> BuildRole:
-        def build(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
+        def build(parts: NodeParts) -> Scheduler:
             submit = parts.engine.stream.submit
 
             def crash(batch: ModelWorkerBatch) -> object:

@@ -8,6 +8,7 @@ engine hears the same, turn by turn. It has no model: its tokens are those that 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,9 @@ from prefill_node.scheduler import PrefillScheduler
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine
+from shared.engine.loop_parts import NodeParts
 from shared.kvcache.host_pages import PageCopy
+from shared.kvtransfer.sides import TransferSides
 from shared.protocol.messages import PROTOCOL_VERSION, NodeHello, NodeRef, ReqKey, Role
 from shared.protocol.router_port import FromRouter, RouterPort
 from shared.protocol.sampling_params import SamplingParams
@@ -178,17 +181,15 @@ def replay(of: Recording, schedule: ScheduleOptions | None = None) -> int | None
     hello = NodeHello(NodeRef("n", "n", "sim"), of.role, engine.layout, engine.limits, {}, PROTOCOL_VERSION)
     port = HeardPort(Nowhere(), hello, vitals.load, None, clock)  # type: ignore[arg-type]
     receiver, sender = HeardSide(), HeardSide()
-    scheduler: Any = (PrefillScheduler if of.role is Role.PREFILL else DecodeScheduler)(
-        engine,
-        config.schedule,
-        receiver,  # type: ignore[arg-type]
-        sender,  # type: ignore[arg-type]
-        Nowhere(),  # type: ignore[arg-type]
-        port,
-        vitals,
-        lambda: None,
-        float("inf"),
+    parts = NodeParts(
+        config=replace(config, net=replace(config.net, router_timeout_s=float("inf"))),
+        engine=engine,
+        transfer=TransferSides(sender, Nowhere(), receiver),  # type: ignore[arg-type]
+        router_port=port,
+        vitals=vitals,
+        wake=threading.Event(),
     )
+    scheduler: Any = (PrefillScheduler if of.role is Role.PREFILL else DecodeScheduler)(parts)
     plans: list[PlanRecord] = []
     tap_plans(
         scheduler._launcher, lambda plan: plans.append(record_of(plan)), lambda outcome, num_forwards: None

@@ -8,8 +8,8 @@ from pathlib import Path
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
-from shared.engine.node_process import BuildRole, NodeParts, Scheduler, builder_of, run_node
-from shared.protocol.channel import Handlers
+from shared.engine.loop_parts import NodeParts
+from shared.engine.node_process import BuildRole, Scheduler, builder_of, run_node
 from shared.timeline import Role
 from tests.fault.matrix.holding import HeldDecode, HeldPrefill, HeldScheduler, Orders
 from tests.fault.matrix.namespaces import enter
@@ -23,15 +23,15 @@ def run_held(role: Role, order_path: Path, flags: Sequence[str], namespace: str 
     orders = Orders(order_path)
 
     def held_builder_of(role: Role) -> BuildRole:
-        def build_held(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
+        def build_held(parts: NodeParts) -> Scheduler:
             install(role, parts, lambda: orders.current.plants)
-            scheduler, handlers = builder_of(role)(parts)
+            scheduler = builder_of(role)(parts)
             if isinstance(scheduler, PrefillScheduler):
                 holds = HeldPrefill(parts, scheduler, orders).holds
             else:
                 assert isinstance(scheduler, DecodeScheduler)
                 holds = HeldDecode(parts, scheduler, orders).holds
-            return HeldScheduler(scheduler, orders, holds), handlers
+            return HeldScheduler(scheduler, orders, holds)
 
         return build_held
 

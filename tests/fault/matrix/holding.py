@@ -19,7 +19,8 @@ import msgspec
 
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
-from shared.engine.node_process import NodeParts, Scheduler
+from shared.engine.loop_parts import NodeParts
+from shared.engine.node_process import Scheduler
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveEvent, SendEnded
 from shared.protocol.messages import Cancel, ReqKey

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shared.engine import collect_sampling
-from shared.engine.node_process import NodeParts
+from shared.engine.loop_parts import NodeParts
 from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
 from shared.kvtransfer.layout import Chunk

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig
-from shared.engine.node_process import BuildRole, NodeParts, Scheduler, run_node
+from shared.engine.loop_parts import NodeParts
+from shared.engine.node_process import BuildRole, Scheduler, run_node
 from shared.kvtransfer.sides import TransferSides
 from shared.kvtransfer.states import ReceiveFailed, SendEnded
-from shared.protocol.channel import Handlers
 from shared.protocol.messages import PROTOCOL_VERSION, Cancel, Drained, ReqKey, Role, RouterHello, SetRole
 from shared.protocol.router_port import RouterPort
 from tests.modelzoo import make_model
@@ -43,11 +43,11 @@ def serve_and_stop(role: Role, folder: Path) -> None:
     """A node that shuts down closes both sides of the transfer."""
     sides: list[TransferSides] = []
 
-    def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
+    def build_role(parts: NodeParts) -> Scheduler:
         parts.transfer.sender.open(KEY, "d9#1")
         parts.transfer.receiver.open(KEY, "p9#1", [1], 0)
         sides.append(parts.transfer)
-        return StopsAtOnce(), {}
+        return StopsAtOnce()
 
     config = NodeConfig(
         model=ModelOptions(model=str(folder), device="cpu"), cache=CacheOptions(max_total_tokens=256)
@@ -88,9 +88,9 @@ def change_roles_and_stop(role: Role, folder: Path) -> None:
     closed: list[str] = []
 
     def builder_of(role: Role) -> BuildRole:
-        def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
+        def build_role(parts: NodeParts) -> Scheduler:
             seen.append(parts)
-            return StopsAtOnce() if len(seen) == 3 else ChangesItsRole(parts.router_port, role, closed), {}
+            return StopsAtOnce() if len(seen) == 3 else ChangesItsRole(parts.router_port, role, closed)
 
         return build_role
 
@@ -159,9 +159,9 @@ class Fails:
 
 
 def fail(folder: Path, addresses: Connection) -> None:
-    def build_role(parts: NodeParts) -> tuple[Scheduler, dict[str, Handlers]]:
+    def build_role(parts: NodeParts) -> Scheduler:
         addresses.send(parts.router_port.hello.node.address)
-        return Fails(parts.router_port), {}
+        return Fails(parts.router_port)
 
     config = NodeConfig(
         model=ModelOptions(model=str(folder), device="cpu"), cache=CacheOptions(max_total_tokens=256)
