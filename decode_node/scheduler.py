@@ -55,7 +55,7 @@ class DecodeScheduler:
         self._peering = peering
         self._router_port = router_port
         self._vitals = vitals
-        self._launcher = new_launcher(parts)
+        self._launcher = new_launcher(engine, options)
         self.grammar_queue = new_grammar_queue(parts)
         self.batcher = Batcher(engine.ledger, options)
         self.prealloc_queue = PreallocQueue(

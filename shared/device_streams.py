@@ -115,3 +115,9 @@ class CudaStreams:
 
     def current(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self.device), self.sleeps)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was queued on a GPU. A CPU has nothing queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shared.engine.cuda_graphs import Graphs
+from shared.engine.cuda.cuda_graphs import Graphs
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import BlockShape
 from shared.engine.model_runner import Forwarded

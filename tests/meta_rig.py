@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 
 from shared.config import CacheOptions, ScheduleOptions
+from shared.engine.cuda.batches import Extend, StartBatches
+from shared.engine.engine_shape import EngineShape
 from shared.engine.model_runner import ModelRunner, SampledTensors
 from shared.engine.progress import Progress
-from shared.engine.start.batches import Extend, StartBatches
-from shared.engine.start.shape import EngineShape
 from shared.engine.torch_backend import Kernels, TorchBackend
 from shared.engine.torch_ops import torch_kernels
 from shared.kvcache.pools import TokenToKVPool

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from shared import log
-from shared.engine.cuda_graphs import CudaGraphPool, GraphPool, Graphs, graph_shapes
+from shared.engine.device_share import OnProgress
 from shared.engine.input_block import ForwardLimits
 from shared.engine.model_runner import ModelBackend
 from shared.engine.native_backend import NativeBackend
 from shared.engine.progress import Progress
-from shared.engine.start.share import OnProgress
 from shared.engine.torch_backend import Kernels, TorchBackend
 from shared.engine.torch_ops import torch_kernels
 from shared.errors import ConfigError
@@ -25,6 +24,9 @@ from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
 from shared.model.packed_weights import PackedWeights, load_packed_weights, native_obstacle
 from shared.model.weights import WeightSource
+
+if TYPE_CHECKING:
+    from shared.engine.cuda.cuda_graphs import GraphPool, Graphs
 
 
 class LoadedModel(Protocol):
@@ -59,15 +61,19 @@ def choose_graphs(
     max_bs: int | None,
     device: torch.device,
     limits: ForwardLimits,
-    new_pool: Callable[[torch.device], GraphPool] = CudaGraphPool,
+    new_pool: Callable[[torch.device], GraphPool] | None = None,
 ) -> Graphs | None:
-    """The graphs of forwards of at most `max_bs` sequences; None where there are none."""
+    """The graphs of forwards of at most `max_bs` sequences, None where there are none; `new_pool` replaces CUDA's."""
     if device.type != "cuda" or max_bs is None:
         return None
     if not kernels.attention.capturable:
         log.event("no_cuda_graphs", reason=f"--attention-backend {kernels.name} allows none")
         return None
-    return Graphs(new_pool(device), graph_shapes(min(max_bs, limits.num_rows), limits.max_tokens))
+    from shared.engine.cuda.cuda_graphs import CudaGraphPool, Graphs, graph_shapes
+
+    return Graphs(
+        (new_pool or CudaGraphPool)(device), graph_shapes(min(max_bs, limits.num_rows), limits.max_tokens)
+    )
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ def _make_kernels(
     """What computes the decoder in Python over a pool. Triton is imported where it is chosen."""
     obstacle = _triton_obstacle(attention_backend, config, dtype, device)
     if obstacle is None:
-        from shared.engine.triton_kernels import triton_kernels
+        from shared.engine.cuda.triton_kernels import triton_kernels
 
         return triton_kernels(config, dtype, device, exact=exact)
     if attention_backend == "triton":

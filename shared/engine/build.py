@@ -14,8 +14,11 @@ import torch
 from shared import log
 from shared.config import CacheOptions, NodeConfig
 from shared.cpu_cores import CpuCores, own_cores
+from shared.device_streams import synchronize
 from shared.device_threads import DeviceThreads
 from shared.engine.backends import load_model
+from shared.engine.device_share import BoundModel, DeviceShare, OnProgress, device_share, host_memory
+from shared.engine.engine_shape import EngineShape
 from shared.engine.forward_stream import ForwardStream, make_forward_stream
 from shared.engine.model_runner import ModelRunner
 from shared.engine.model_worker_batch import Snapshot, snapshot
@@ -26,10 +29,6 @@ from shared.engine.resolve import (
     fingerprint,
     resolve_num_host_pages,
 )
-from shared.engine.start.device_memory import synchronize
-from shared.engine.start.gpu_share import device_share
-from shared.engine.start.shape import EngineShape
-from shared.engine.start.share import BoundModel, DeviceShare, OnProgress, host_memory
 from shared.errors import ConfigError, RequestError
 from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from shared.config import NodeConfig
+from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine
 from shared.engine.launcher import Launcher
 from shared.engine.vitals import Vitals
@@ -27,9 +27,8 @@ class NodeParts:
     """Wakes the loop; any thread may set it."""
 
 
-def new_launcher(parts: NodeParts) -> Launcher:
+def new_launcher(engine: Engine, options: ScheduleOptions) -> Launcher:
     """What runs the batches that are planned, overlapped unless that is switched off."""
-    engine, options = parts.engine, parts.config.schedule
     return Launcher(
         engine.stream,
         engine.ledger,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from shared.engine.attention import AttentionBackend, AttentionPlan
-from shared.engine.cuda_graphs import Graphs
 from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import BlockShape, ForwardLimits, InputBlock, padding_batch
@@ -24,6 +23,9 @@ from shared.engine.uploads import StartCopy, start_copy_to
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.decoder import Decoder
 from shared.model.ops import Ops
+
+if TYPE_CHECKING:
+    from shared.engine.cuda.cuda_graphs import Graphs
 
 MakeOps = Callable[[ForwardBatch, AttentionPlan, Sequence[tuple[torch.Tensor, torch.Tensor]]], Ops]
 """(forward, its attention, K and V pages of each layer)"""

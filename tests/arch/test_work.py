@@ -13,7 +13,7 @@ MADE_IN = {
     "router/api/openai_requests.py",
     "router/api/service_api.py",
     "router/server.py",
-    "shared/engine/start/batches.py",
+    "shared/engine/cuda/batches.py",
 }
 
 

@@ -126,7 +126,7 @@ def pairs(tensors: Tensors) -> Iterator[Pair]:
 
 def attention(tensors: Tensors, of: Attended, *, exact: bool) -> Pair:
     """One layer's attention over pages in random order, against torch's over K and V that lie together."""
-    from shared.engine.triton_attention import TritonAttention
+    from shared.engine.cuda.triton_attention import TritonAttention
     from shared.kernels.triton.attention import PagedAttention
 
     small, place = tensors.place.is_dry, tensors.place

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,9 +23,11 @@ from shared.device_streams import CudaStreams
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
 from shared.kvtransfer.link import LinkFactory, Rehearse
-from shared.kvtransfer.transports.cuda_runtime import CudaRuntime, Runtime
 from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.transfer_messages import Place
+
+if TYPE_CHECKING:
+    from shared.kvtransfer.transports.cuda.cuda_runtime import Runtime
 
 HOST_SLOT_NBYTES = 4 << 20
 GPU_SLOT_NBYTES = 128 << 20
@@ -160,7 +163,7 @@ def _new_factory(
         raise ConfigError(f"--kv-transfer {name} needs Linux: what its sockets can do")
     match name:
         case "cuda-ipc":
-            from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
+            from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory
 
             return CudaIpcLinkFactory(options, _cuda_runtime(name, device, threads), threads)
         case "shm":
@@ -169,7 +172,7 @@ def _new_factory(
             runtime = None if device.type == "cpu" else _cuda_runtime(name, device, threads)
             return ShmLinkFactory(options, threads, runtime)
         case "nccl":
-            from shared.kvtransfer.transports.nccl import NcclLinkFactory, nccl_groups
+            from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory, nccl_groups
 
             return NcclLinkFactory(
                 options, device, slot_nbytes(options, device), nccl_groups(options, device), threads
@@ -191,6 +194,8 @@ def _new_factory(
 def _cuda_runtime(name: str, device: torch.device, threads: DeviceThreads) -> Runtime:
     if device.type != "cuda":
         raise ConfigError(f"--kv-transfer {name} is for KV pages on a GPU; they are on {device}")
+    from shared.kvtransfer.transports.cuda.cuda_runtime import CudaRuntime
+
     try:
         return CudaRuntime(device, threads)
     except (LinkError, AttributeError) as error:

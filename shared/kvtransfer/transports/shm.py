@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +19,12 @@ from shared.errors import ConfigError, LinkError
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier
-from shared.kvtransfer.transports.cuda_runtime import Runtime
 from shared.kvtransfer.transports.shared_memory import SharedSlot, map_slot
 from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
+
+if TYPE_CHECKING:
+    from shared.kvtransfer.transports.cuda.cuda_runtime import Runtime
 
 
 class ShmLinkFactory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.engine.triton_ops import TritonTokens
+from shared.engine.cuda.triton_ops import TritonTokens
 from shared.kernels.triton import (
     adjust,
     attention,

@@ -17,8 +17,8 @@ import triton
 from torch.nn.functional import linear
 from triton.backends.compiler import GPUTarget
 
-from shared.engine.start.batches import EVERYTHING, GREEDY, Extend
-from shared.engine.triton_kernels import make_triton_kernels
+from shared.engine.cuda.batches import EVERYTHING, GREEDY, Extend
+from shared.engine.cuda.triton_kernels import make_triton_kernels
 from shared.kernels.triton.linear import ExactLinear
 from shared.kernels.triton.pages import copy_pages
 from tests.kernels.triton.configurations import CONFIGURATIONS

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from shared.engine.triton_attention import TritonAttention
+from shared.engine.cuda.triton_attention import TritonAttention
 from shared.errors import ConfigError
 from shared.kernels.reference import extend_attention
 from shared.kernels.triton.attention import PagedAttention

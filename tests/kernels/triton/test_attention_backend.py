@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from shared.engine.attention import AttentionBackend, TorchAttention
-from shared.engine.cuda_graphs import Graphs
+from shared.engine.cuda.cuda_graphs import Graphs
+from shared.engine.cuda.triton_attention import TritonAttention
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import BlockShape, ForwardLimits
 from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
-from shared.engine.triton_attention import TritonAttention
 from shared.kernels.triton import attention_work
 from shared.kernels.triton.attention import PagedAttention
 from shared.model.checkpoint import Checkpoint

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from shared.engine.cuda.triton_kernels import make_triton_kernels
+from shared.engine.cuda.triton_ops import Linear
 from shared.engine.future_map import FutureMap
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
-from shared.engine.triton_kernels import make_triton_kernels
-from shared.engine.triton_ops import Linear
 from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.checkpoint import Checkpoint

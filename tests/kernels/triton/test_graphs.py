@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shared.engine.cuda.triton_kernels import make_triton_kernels
 from shared.engine.input_block import BlockShape
 from shared.engine.torch_backend import Kernels
-from shared.engine.triton_kernels import make_triton_kernels
 from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from shared.engine.triton_kernels import require_exact
+from shared.engine.cuda.triton_kernels import require_exact
 from shared.errors import ConfigError
 from shared.kernels.triton import linear as module
 from shared.kernels.triton.linear import (

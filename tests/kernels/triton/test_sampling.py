@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from shared.engine.cuda.triton_ops import TritonTokens
 from shared.engine.future_map import FutureMap
 from shared.engine.penalties import penalize
 from shared.engine.sampler import adjust_logits, draw
@@ -19,7 +20,6 @@ from shared.engine.sampling_inputs import (
     SamplingInputs,
     VocabMask,
 )
-from shared.engine.triton_ops import TritonTokens
 from shared.kernels.triton import adjust
 from tests.device import device
 from tests.kernels.cpu.test_sampling import KINDS, PARAMS, inputs_of, logits_of

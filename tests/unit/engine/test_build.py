@@ -13,6 +13,8 @@ import torch
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine, make_ledger, new_page_mover
+from shared.engine.device_share import CPU_KV_CAP_BYTES, HostShare
+from shared.engine.engine_shape import EngineShape
 from shared.engine.forward_stream import CpuForwardStream
 from shared.engine.resolve import (
     FINGERPRINT_BLOCK_NBYTES,
@@ -23,8 +25,6 @@ from shared.engine.resolve import (
     resolve_dtype,
     resolve_schedule,
 )
-from shared.engine.start.shape import EngineShape
-from shared.engine.start.share import CPU_KV_CAP_BYTES, HostShare
 from shared.errors import ConfigError
 from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.page_mover import NumpyPageMover

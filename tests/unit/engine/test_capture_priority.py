@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shared.device_streams import FORWARD_PRIORITY, CudaStreams
-from shared.engine.cuda_graphs import CudaGraphPool
+from shared.engine.cuda.cuda_graphs import CudaGraphPool
 
 DEVICE = torch.device("cuda", 0)
 

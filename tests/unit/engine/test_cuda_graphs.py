@@ -14,7 +14,7 @@ from shared.config import CacheOptions, ScheduleOptions
 from shared.engine.attention import TorchAttention
 from shared.engine.backends import choose_graphs
 from shared.engine.build import make_ledger
-from shared.engine.cuda_graphs import Graphs, graph_shapes
+from shared.engine.cuda.cuda_graphs import Graphs, graph_shapes
 from shared.engine.forward_stream import CpuForwardStream
 from shared.engine.input_block import BlockShape, padding_batch
 from shared.engine.launcher import Launcher

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from shared.engine.cuda.batches import EVERYTHING, GREEDY, Extend
 from shared.engine.model_runner import SampledTensors
-from shared.engine.start.batches import EVERYTHING, GREEDY, Extend
 from shared.model.decoder import Decoder
 from shared.protocol.sampling_params import SamplingParams
 from tests.meta_rig import META, MetaRig

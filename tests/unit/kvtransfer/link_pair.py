@@ -26,8 +26,8 @@ from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
-from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
-from shared.kvtransfer.transports.nccl import NcclLinkFactory
+from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory
+from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
 from shared.protocol.transfer_messages import Handoff, Place, Ready, ReceiverToSender, SenderToReceiver

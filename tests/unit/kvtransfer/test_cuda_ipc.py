@@ -20,7 +20,7 @@ from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory, IpcSharing, IpcSlot
+from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory, IpcSharing, IpcSlot
 from shared.kvtransfer.transports.shared_memory import SharedSlot
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from tests.fake_cuda import ALLOCATION_NBYTES, FakeRuntime
@@ -223,7 +223,7 @@ def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:
 AT_EXIT = """
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.kvtransfer.transports.cuda_ipc import IpcSlot
+from shared.kvtransfer.transports.cuda.cuda_ipc import IpcSlot
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from tests.fake_cuda import FakeRuntime
 

@@ -15,7 +15,7 @@ import torch
 
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.kvtransfer.transports.cuda_runtime import CudaRuntime, loaded_library
+from shared.kvtransfer.transports.cuda.cuda_runtime import CudaRuntime, loaded_library
 
 GPU = torch.device("cuda", 1)
 ADDRESS, MAPPED_NBYTES = 0x7F00_0000_0000, 4096

@@ -17,7 +17,7 @@ ALLOWED = {
     "engine/forward_stream.py": "the worker of a CPU",
     "engine/node_http.py": "answers probes and scrapes",
     "engine/node_process.py": "waits for the end of standard input",
-    "kvtransfer/transports/nccl.py": "a timer, which only marks a link as given up",
+    "kvtransfer/transports/cuda/nccl.py": "a timer, which only marks a link as given up",
 }
 """Files of the engine and the transfer that make threads by themselves, which touch no device."""
 

@@ -22,7 +22,7 @@ from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import ReceiveFailed
 from shared.kvtransfer.transports.choice import make_transports
-from shared.kvtransfer.transports.nccl import NcclLinkFactory, configure, nccl_environment
+from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory, configure, nccl_environment
 from shared.protocol.transfer_messages import Place
 from tests.fake_nccl import FakeNccl
 from tests.patience import PATIENCE_S, until

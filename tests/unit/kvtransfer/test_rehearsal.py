@@ -17,7 +17,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, Arrival, LinkSpec, Op
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import Slot
-from shared.kvtransfer.transports.nccl import NcclLinkFactory
+from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.rehearsal import Rehearsal
 from tests.fake_cuda import FakeRuntime
 from tests.unit.kvtransfer.link_pair import CPU, NCCL, ON_A_CPU, LinkPair, over_fake_cuda, real, transports

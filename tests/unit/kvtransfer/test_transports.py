@@ -19,8 +19,8 @@ from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.kvtransfer.transports.choice import Transports, host_identity, links_nbytes, make_transports
-from shared.kvtransfer.transports.cuda_ipc import CudaIpcLinkFactory
-from shared.kvtransfer.transports.nccl import NcclLinkFactory
+from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory
+from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.protocol.messages import Ping
 from shared.protocol.transfer_messages import LinkOpen, Place, StoreSet

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from shared.engine.engine_shape import MIN_PAGES, EngineShape, gib
 from shared.engine.forward_stream import ForwardStream
 from shared.engine.model_runner import ModelBackend, ModelRunner
-from shared.engine.start.shape import MIN_PAGES, EngineShape, gib
 from shared.errors import ConfigError
 from shared.kvcache.pools import TokenToKVPool
 
@@ -122,3 +122,12 @@ class HostShare:
 def host_memory() -> int:
     """Bytes of memory that this machine has, used or not."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_share(shape: EngineShape, on_progress: OnProgress) -> DeviceShare:
+    """The share of the device that the shape names."""
+    if shape.device.type != "cuda":
+        return HostShare(shape)
+    from shared.engine.cuda.gpu_share import gpu_share
+
+    return gpu_share(shape, on_progress)

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from shared import log
+from shared.engine.cuda.batches import StartBatches
+from shared.engine.cuda.device_memory import CudaMemory, DeviceMemory, gpu_uuid
+from shared.engine.cuda.gpu_claims import GpuClaim, claims_folder
+from shared.engine.cuda.self_test import self_test
+from shared.engine.device_share import Bind, BoundModel, OnProgress
+from shared.engine.engine_shape import MIN_PAGES, EngineShape, gib
 from shared.engine.forward_stream import is_out_of_memory
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.start.batches import StartBatches
-from shared.engine.start.device_memory import CudaMemory, DeviceMemory, gpu_uuid
-from shared.engine.start.gpu_claims import GpuClaim, claims_folder
-from shared.engine.start.self_test import self_test
-from shared.engine.start.shape import MIN_PAGES, EngineShape, gib
-from shared.engine.start.share import Bind, BoundModel, DeviceShare, HostShare, OnProgress
 from shared.errors import ConfigError
 from shared.timeline import Clock
 
@@ -225,9 +225,7 @@ class GpuShare:
         return ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in self._needs.items())
 
 
-def device_share(shape: EngineShape, on_progress: OnProgress) -> DeviceShare:
-    """The share of the device that the shape names."""
-    if shape.device.type != "cuda":
-        return HostShare(shape)
+def gpu_share(shape: EngineShape, on_progress: OnProgress) -> GpuShare:
+    """The share of the GPU that the shape names."""
     claim = GpuClaim(claims_folder(gpu_uuid(shape.device)))
     return GpuShare(shape, CudaMemory(shape.device), claim, on_progress)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from shared.device_streams import synchronize
+from shared.engine.cuda.batches import GREEDY, Extend, StartBatches
+from shared.engine.device_share import BoundModel
+from shared.engine.engine_shape import EngineShape
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.start.batches import GREEDY, Extend, StartBatches
-from shared.engine.start.device_memory import synchronize
-from shared.engine.start.shape import EngineShape
-from shared.engine.start.share import BoundModel
 from shared.errors import ConfigError
 from shared.protocol.logprobs import LogprobParams
 

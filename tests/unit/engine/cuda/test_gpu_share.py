@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from shared.config import CacheOptions, ScheduleOptions
-from shared.engine.start.gpu_claims import GpuClaim, OtherNodes
-from shared.engine.start.gpu_share import SETTLE_S, GpuShare
-from shared.engine.start.shape import MIN_PAGES, EngineShape
+from shared.engine.cuda.gpu_claims import GpuClaim, OtherNodes
+from shared.engine.cuda.gpu_share import SETTLE_S, GpuShare
+from shared.engine.engine_shape import MIN_PAGES, EngineShape
 from shared.errors import ConfigError
 from shared.scheduling.prefill_adder import tokens_beside
 from tests.token_engine import token_model_config
-from tests.unit.engine.start.fake_gpu import FakeGpu, FakeMemory, FakeModel
+from tests.unit.engine.cuda.fake_gpu import FakeGpu, FakeMemory, FakeModel
 
 MIB = 1 << 20
 PER_TOKEN = 4096

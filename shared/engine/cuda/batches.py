@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.engine.collect_sampling import CountedRows
+from shared.engine.engine_shape import EngineShape
 from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
 from shared.engine.sampling_inputs import VocabMask
-from shared.engine.start.shape import EngineShape
 from shared.kvcache.allocator import PageAllocator
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.pools import ReqToTokenPool

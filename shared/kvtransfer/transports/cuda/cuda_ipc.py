@@ -23,7 +23,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier
-from shared.kvtransfer.transports.cuda_runtime import Runtime
+from shared.kvtransfer.transports.cuda.cuda_runtime import Runtime
 from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
 

@@ -55,7 +55,7 @@ class CudaMemory:
 
     def reset(self) -> None:
         """Wait for the GPU, empty the allocator's cache, and begin a new peak."""
-        synchronize(self._device)
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -63,9 +63,3 @@ class CudaMemory:
 def gpu_uuid(device: torch.device) -> str:
     """The name of a GPU that is the same in every process of the host, whatever CUDA_VISIBLE_DEVICES is."""
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for everything that was queued on a GPU. A CPU has nothing queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,15 +15,15 @@ from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOption
 from shared.cpu_cores import CpuCores
 from shared.engine.backends import load_model
 from shared.engine.build import build_engine
+from shared.engine.cuda.batches import StartBatches
+from shared.engine.cuda.gpu_claims import GpuClaim
+from shared.engine.cuda.gpu_share import GpuShare
+from shared.engine.cuda.self_test import problem_with, self_test
+from shared.engine.device_share import BoundModel, DeviceShare, OnProgress
+from shared.engine.engine_shape import EngineShape
 from shared.engine.forward_stream import make_forward_stream
 from shared.engine.model_runner import ModelBackend, ModelRunner
 from shared.engine.progress import Progress
-from shared.engine.start.batches import StartBatches
-from shared.engine.start.gpu_claims import GpuClaim
-from shared.engine.start.gpu_share import GpuShare
-from shared.engine.start.self_test import problem_with, self_test
-from shared.engine.start.shape import EngineShape
-from shared.engine.start.share import BoundModel, DeviceShare, OnProgress
 from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
 from shared.errors import ConfigError
@@ -31,7 +31,7 @@ from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from shared.model.dummy_weights import DummyWeights
 from tests.backend_rig import kv_pool
-from tests.unit.engine.start.fake_gpu import FakeGpu, FakeMemory
+from tests.unit.engine.cuda.fake_gpu import FakeGpu, FakeMemory
 
 CPU = torch.device("cpu")
 CONFIG = {

@@ -9,9 +9,9 @@ import torch
 import triton
 from torch.nn.functional import linear
 
+from shared.engine.cuda.triton_attention import TritonAttention
+from shared.engine.cuda.triton_ops import Linear, TritonOps, TritonTokens
 from shared.engine.torch_backend import Kernels
-from shared.engine.triton_attention import TritonAttention
-from shared.engine.triton_ops import Linear, TritonOps, TritonTokens
 from shared.errors import ConfigError
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.linear import ExactLinear

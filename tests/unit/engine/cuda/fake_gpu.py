@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from shared.engine.device_share import BoundModel
+from shared.engine.engine_shape import EngineShape
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.start.shape import EngineShape
-from shared.engine.start.share import BoundModel
 from shared.kvcache.page_mover import NumpyPageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.protocol.logprobs import Logprobs
