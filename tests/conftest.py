@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ from tests.device import device
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As behind `make test &` in a script. Processes that tests start would inherit it, and not end by Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if device().type == "cpu":
     # Triton's interpreter. Triton reads this when it is imported, so before the first test module.
