@@ -78,31 +78,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "ratio",
         "ratio_all",
     ),
-    "attention": (
-        "heads",
-        "batch",
-        "context",
-        "cached",
-        "length",
-        "call_us",
-        "call_ms",
-        "read_gb_s",
-        "gemm_gflop_s",
-        "ratio",
-        "speedup",
-    ),
     "transfer": ("backend", "slots", "batch_mib", "whole_path_gb_s", "limit", "limit_gb_s", "ratio"),
     "sockets": ("transport", "batch_mib", "whole_path_gb_s", "raw_tcp_gb_s", "ratio"),
-    "scheduling": (
-        "policy",
-        "num_waiting",
-        "slot_free",
-        "ignore_eos",
-        "priority",
-        "cache_changes",
-        "step_ms",
-        "step_p99_ms",
-    ),
     "overlap": (
         "device",
         "num_running",
@@ -135,15 +112,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "goodput",
     ),
     "serving": ("streams", "overlap_on", "overlap_off", "cold_ms", "cached_ms", "handoff_ms", "ratio"),
-    "router": (
-        "workers",
-        "dialect",
-        "streams",
-        "offered_tokens_s",
-        "tokens_s",
-        "tokens_an_event",
-        "tokens_s_one_core",
-    ),
     "failover": (
         "what",
         "prompt_cached",
@@ -177,9 +145,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "cold_start": ("command", "phase", "seconds"),
     "peers_llama_160m": PEERS,
     "peers_qwen3_0_6b": PEERS,
-    "memory": ("model", "node", "after", "weights_mib", "kv_mib", "peak_mib", "beyond_mib"),
 }
-"""What the page's tables show of the rows; the JSON files have the rest."""
+"""What the page's tables show of the rows; the JSON files have the rest. Other benches are shown by their drawing."""
 
 
 def main() -> None:
@@ -221,56 +188,40 @@ def _generated(name: str, results: Results) -> str:
         return "Not measured."
     result = results[name]
     about = result["machine"]
-    tables = _planner(result) if name == "planner" else _tables(result["rows"], COLUMNS[name])
+    tables = _planner(result) if name == "planner" else _tables(result["rows"], COLUMNS.get(name, ()))
     lines = [
         *([f"![{name}](performance/{name}.svg)", ""] if name in DRAWINGS else []),
         f"{about['date']}, {result['seconds']} s, load before it {about['load_before']:g}.",
         "",
         *tables,
     ]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
-PREDICTED = {
+ERRORS = {
     "goodput": "goodput",
     "ttft_mean_ms": "TTFT mean",
-    "ttft_p50_ms": "p50",
-    "ttft_p99_ms": "p99",
+    "ttft_p99_ms": "TTFT p99",
     "itl_mean_ms": "ITL mean",
-    "itl_p50_ms": "p50",
-    "itl_p99_ms": "p99",
-    "cached_share": "cached share",
+    "itl_p99_ms": "ITL p99",
 }
 
 
 def _planner(result: Mapping[str, Any]) -> list[str]:
-    """How many predictions hit, and each beside what was measured: the error, and how far the rounds differ."""
-    told = result["summary"]
-    head = ["", "kernels", "fleet", "part", "rate", *PREDICTED.values(), "CPU"]
+    """How many predictions hit and which missed; of each its errors, with how far the two rounds differ."""
+    rows = [row for row in result["rows"] if row["bench"] == "error"]
+    missed = ", ".join(f"{row['kernels']} {row['fleet']}" for row in rows if not row["hit"])
+    head = ["", "kernels", "fleet", "part", "rate", *ERRORS.values(), "CPU"]
     lines = [
-        f"{told['hits']} of {told['cases']} hit.",
+        f"{sum(row['hit'] for row in rows)} of {len(rows)} hit; missed: {missed}.",
         "",
         f"| {' | '.join(head)} |",
         f"| {' | '.join('---' for _ in head)} |",
     ]
-    for row in result["rows"]:
-        if row["bench"] != "error":
-            continue
-        cells = [
-            f"{row[f'{name}_predicted']:g} / {row[name]:g}<br>{100 * row[f'{name}_error']:+.1f} % "
-            f"({100 * row[f'{name}_differ']:.1f})"
-            for name in PREDICTED
-        ]
-        hit = "hit" if row["hit"] else "**missed**"
-        shown = [
-            hit,
-            row["kernels"],
-            row["fleet"],
-            row["part"],
-            f"{row['rate']:g}x",
-            *cells,
-            f"{100 * row['cpu_share']:.0f} %",
-        ]
+    for row in rows:
+        errors = [f"{100 * row[f'{name}_error']:+.0f} ({100 * row[f'{name}_differ']:.0f})" for name in ERRORS]
+        shown = ["hit" if row["hit"] else "**missed**", row["kernels"], row["fleet"], row["part"]]
+        shown += [f"{row['rate']:g}x", *errors, f"{100 * row['cpu_share']:.0f} %"]
         lines.append(f"| {' | '.join(shown)} |")
     return lines
 
@@ -324,7 +275,7 @@ def _tables(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
     """Markdown: a table for each run of rows with the same columns."""
     lines: list[str] = []
     shown: list[str] = []
-    for row in rows:
+    for row in rows if columns else ():
         has = [column for column in columns if column in row]
         if has != shown:
             lines += ["", f"| {' | '.join(has)} |", f"| {' | '.join('---' for _ in has)} |"]
@@ -334,13 +285,11 @@ def _tables(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
 
 
 def _cell(row: Row, column: str) -> str:
-    """A figure, and its spread in brackets."""
+    """A figure; its spread is in the JSON file."""
     value = row[column]
     if isinstance(value, bool):
         return "yes" if value else "no"
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    spread = row.get(f"{column}_spread")
-    return text if spread is None else f"{text} ({spread[0]:g} to {spread[1]:g})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
