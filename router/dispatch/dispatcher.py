@@ -17,9 +17,8 @@ from random import Random
 
 import msgspec
 
-from router.dispatch.circuit_breakers import CircuitBreakers
 from router.dispatch.entry_check import why_wrong
-from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics, Quarantine
+from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics
 from router.dispatch.fair_queue import FairQueue, num_ahead_tokens
 from router.dispatch.figures import believed
 from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
@@ -30,6 +29,7 @@ from router.dispatch.placement import Fleet, Placement, Route
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Aborted, Attempt, Node, RunningReq
 from router.dispatch.start_stages import measure_start
+from router.dispatch.suspicion import Suspicion
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
@@ -89,14 +89,13 @@ class Dispatcher:
     ) -> None:
         self._incarnation = incarnation
         self._counts = NodeCounts(clock)
-        self._quarantine = Quarantine()
-        self._breakers = CircuitBreakers(clock)
+        self._suspicion = Suspicion(clock)
         self._placement = Placement(
             fleet,
             policies=policies,
             local_prefill_tokens=local_prefill_tokens,
             counts=self._counts,
-            shuns=lambda node: self._quarantine.has(node) or self._breakers.is_open(node),
+            shuns=self._suspicion.shuns,
             random=Random(incarnation),
         )
         self._moves = Moves(self._placement, self._counts, metrics, clock)
@@ -179,7 +178,7 @@ class Dispatcher:
     def stop(self, req: RunningReq, position: int) -> None:
         """End a sequence whose text has a stop: tokens from `position` on are not wanted."""
         for node in req.attempt.holders:
-            self._breakers.served(node)
+            self._suspicion.served(node)
         self._end(req, message=Stop(req.key, position))
 
     def abort(self, req: RunningReq, message: str) -> None:
@@ -220,7 +219,7 @@ class Dispatcher:
             message = f"no further token within {self._deadlines.stall_s:g} s from {waiting}"
             for node in req.attempt.holders:
                 if node.role is Role.DECODE:  # a prefill node that has told its token has done its part
-                    self._breakers.failed(node)
+                    self._suspicion.failed(node)
         if req.failover.error is not None:
             message += f"; {req.failover.error.message}"
         event("deadline", **req.fields, nodes=waiting)
@@ -250,12 +249,12 @@ class Dispatcher:
                 # The decode node has the pages and the Handoff, so the prefill node holds nothing any more.
                 for prefill in attempt.holders:
                     if prefill is not node:
-                        self._breakers.served(prefill)
+                        self._suspicion.served(prefill)
                         self._counts.computed(attempt)
                 attempt.holders = [node]
             if entry.finish is not None:
                 attempt.finished_by = node
-                self._breakers.served(node)
+                self._suspicion.served(node)
             req.arrive_logprobs(entry)
             since = req.last_token_at
             if req.numerics is None:
@@ -272,9 +271,9 @@ class Dispatcher:
                 req.start = measure_start(req)
             if req.ended:
                 self._forget(req, Cancel(req.key))
-            elif req in self._quarantine and req.failover.is_past_crashes(len(req.output_ids)):
+            elif self._suspicion.is_tried(req) and req.failover.is_past_crashes(len(req.output_ids)):
                 req.failover.crashed.clear()
-                self._quarantine.end(req)
+                self._suspicion.end_trial(req)
         self._metrics.generated(num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
@@ -308,7 +307,7 @@ class Dispatcher:
             return
         blamed = next((n for n in req.attempt.nodes if n.ref.incarnation == failed.blames), node)
         if status != 503:
-            self._breakers.failed(blamed)
+            self._suspicion.failed(blamed)
         cause = Cause.TRANSFER_FAILED if failed.blames else Cause.NODE_FAILED
         self._fail_over(req, node, cause, error, avoid=blamed.ref.incarnation)
 
@@ -348,7 +347,7 @@ class Dispatcher:
         """Note that `node` has begun a suspect, and holds nothing else."""
         req = self._held(node, key)
         if req is not None:
-            self._quarantine.runs_alone(req)
+            self._suspicion.runs_alone(req)
 
     def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
         """Move sequences that `node` wants to be rid of, if another node has room."""
@@ -367,7 +366,7 @@ class Dispatcher:
         held = self._held_by(node)
         crashed = loss is Loss.CRASHED
         if loss is not Loss.LEFT:
-            self._breakers.failed(node)
+            self._suspicion.failed(node)
         for req in self._moving_to(node):
             self._moves.failed(req, node)
             if crashed:
@@ -378,7 +377,7 @@ class Dispatcher:
             error = RequestError(
                 f"{node.role} node {node.ref.node_id} was lost: {reason}", status=503, code="node_lost"
             )
-            was_tried = crashed and self._quarantine.is_alone(req)
+            was_tried = crashed and self._suspicion.is_alone(req)
             if crashed:
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
@@ -481,10 +480,10 @@ class Dispatcher:
             nodes=",".join(n.ref.incarnation for n in route.nodes),
         )
         for node in route.nodes:
-            self._breakers.sent(node)
+            self._suspicion.sent(node)
         if route.decode is not None:
             source = route.prefill.ref if route.prefill else None
-            alone_tokens = TRIAL_TOKENS if req in self._quarantine else 0
+            alone_tokens = TRIAL_TOKENS if self._suspicion.is_tried(req) else 0
             route.decode.send(
                 Decode(
                     req.key,
@@ -521,7 +520,7 @@ class Dispatcher:
     def _disbelieve(self, req: RunningReq, attempt: Attempt, node: Node, why: str) -> None:
         """Take a sequence from `node`, which has told of `attempt` what cannot be, if the sequence needs it."""
         self._wrong_answer(node=node.ref.incarnation, **attempt.key.fields, reason=why)
-        self._breakers.failed(node)
+        self._suspicion.failed(node)
         if attempt is req.moving:
             self._moves.failed(req, None)
         elif req.needs(node):
@@ -547,7 +546,7 @@ class Dispatcher:
         taken nodes that hold nothing of the sequence any more out of `req.attempt.holders`.
         """
         self._leave_nodes(req, Cancel(req.key))
-        self._quarantine.end(req)
+        self._suspicion.end_trial(req)
         failover = req.failover
         failover.failed(len(req.output_ids), self._clock(), error, cause)
         if avoid is not None:
@@ -612,9 +611,11 @@ class Dispatcher:
                 work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics
             )
         route = self._placement.route_alone(work, avoid=failover.avoid, like=req.numerics)
-        if len(self._quarantine) >= self._placement.max_trials or any(map(self._quarantine.has, route.nodes)):
+        if self._suspicion.num_trials >= self._placement.max_trials or any(
+            map(self._suspicion.tries_on, route.nodes)
+        ):
             return None
-        self._quarantine.begin(req)
+        self._suspicion.try_alone(req)
         return route
 
     def _give_up(self, req: RunningReq, error: RequestError) -> None:
@@ -652,7 +653,7 @@ class Dispatcher:
 
     def _forget(self, req: RunningReq, message: Cancel | Stop) -> None:
         self._leave_nodes(req, message)
-        self._quarantine.end(req)
+        self._suspicion.end_trial(req)
         del self._running[req.key.rid]
         self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._left_queue(req)

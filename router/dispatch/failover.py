@@ -1,4 +1,4 @@
-"""What a sequence goes through when nodes fail under it, and which of the sequences are tried alone.
+"""What a sequence goes through when nodes fail under it.
 
 A sequence that loses its nodes is sent to others, at once the first time, and after a growing pause each time that it
 fails again without a new token. One that was on two nodes when they crashed is a suspect: its content may be what
@@ -11,13 +11,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shared.errors import RequestError
 from shared.timeline import FAILED_OVER, Stamp
-
-if TYPE_CHECKING:
-    from router.dispatch.running_req import Node, RunningReq
 
 MAX_FAILURES = 6
 """A sequence that fails so often in a row, without a new token between, ends with the last error."""
@@ -112,37 +109,3 @@ class Failover:
     def is_past_crashes(self, num_tokens: int) -> bool:
         """Whether `num_tokens` prove that the sequence has passed the place of the last crash, if there was one."""
         return not self.crashed or num_tokens >= self._crashed_at + TRIAL_TOKENS
-
-
-class Quarantine:
-    """The suspects that are being tried, each on a node that gets no other work if there are other nodes."""
-
-    def __init__(self) -> None:
-        self._trials: dict[RunningReq, bool] = {}
-
-    def __len__(self) -> int:
-        return len(self._trials)
-
-    def __contains__(self, req: RunningReq) -> bool:
-        return req in self._trials
-
-    def begin(self, req: RunningReq) -> None:
-        """Try a suspect, which is about to be sent."""
-        self._trials[req] = False
-
-    def runs_alone(self, req: RunningReq) -> None:
-        """Note that the node of a suspect has begun it, and holds nothing else."""
-        if req in self._trials:
-            self._trials[req] = True
-
-    def is_alone(self, req: RunningReq) -> bool:
-        """Whether the node of a suspect has said that it holds nothing else."""
-        return self._trials.get(req, False)
-
-    def has(self, node: Node) -> bool:
-        """Whether a suspect is tried on `node`."""
-        return any(node in req.attempt.holders for req in self._trials)
-
-    def end(self, req: RunningReq) -> None:
-        """End the trial of `req`, if there is one: it has ended, failed, or been acquitted."""
-        self._trials.pop(req, None)

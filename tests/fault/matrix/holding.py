@@ -31,6 +31,8 @@ from shared.timeline import ReqStage
 POLL_S = 0.005
 SLOW_STEP_S = 0.05
 """A decode step takes so long while requests are on their way to another node, so that they do not end before."""
+MUSTER_STEP_S = 0.2
+"""And so long until all of them are on their way, which takes messages between three processes on a busy machine."""
 NUM_STREAMED = 3
 """Output tokens after which a request counts as streaming."""
 
@@ -295,7 +297,7 @@ class HeldDecode:
                     if order.stage is Stage.MOVING:
                         self._port.want_moved([r.key for r in streaming if r not in moves])
                     held = []
-                    time.sleep(SLOW_STEP_S)
+                    time.sleep(MUSTER_STEP_S)
             case Stage.ABORTING:
                 inbox = list(self._port._inbox)
                 gone = {m.message.key for m in inbox if isinstance(m.message, Cancel)}

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import zmq
 
-from router.dispatch.circuit_breakers import FAILURES_TO_OPEN
 from router.dispatch.failover import Loss
+from router.dispatch.suspicion import FAILURES_TO_OPEN
 from router.http.config import DispatchOptions
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
@@ -127,7 +127,7 @@ def test_it_is_taken_from_the_node_and_counted(
         if len(lie) == 1:  # else the decode node has spoken, and the prefill node holds nothing
             assert all(Cancel(key) in other.sent for other in others)
         assert all(5 <= token_id <= 7 for token_id in req.output_ids)
-        assert fleet.dispatcher._breakers.is_open(liar) is (num_failures == FAILURES_TO_OPEN)
+        assert fleet.dispatcher._suspicion.shuns(liar) is (num_failures == FAILURES_TO_OPEN)
     assert not any(liar in fleet.start().nodes for _ in range(20))
 
 
