@@ -58,8 +58,6 @@ class _Reader:
                 raise ConfigError(f"--trace {self._path}: it is empty, and a plan needs at least one request")
             trace_format = trace_format or format_of(first)
             parse = parser_of(trace_format, first)
-            if first == b"{":  # one object over several lines
-                first += b"".join(lines)
             infers_size = isinstance(parse, TimedLines)
             rows = [
                 self._row(arrival, infers_size)
