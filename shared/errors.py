@@ -80,3 +80,8 @@ class LinkError(BatonError):
 
 class PeerGone(LinkError):
     """The other end of a link was closed."""
+
+
+def maximum_context(num_tokens: int) -> str:
+    """The words by which clients such as litellm recognize a prompt that is too long."""
+    return f"This model's maximum context length is {num_tokens} tokens"

@@ -22,14 +22,13 @@ from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Nu
 from router.dispatch.fair_queue import FairQueue, num_ahead_tokens
 from router.dispatch.figures import believed
 from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
+from router.dispatch.fleet_view import Fleet, FleetView
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
-from router.dispatch.node_counts import NodeCounts
-from router.dispatch.placement import Fleet, Placement, Route
+from router.dispatch.placement import Placement, Route
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Aborted, Attempt, Node, RunningReq
 from router.dispatch.start_stages import measure_start
-from router.dispatch.suspicion import Suspicion
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
@@ -88,17 +87,15 @@ class Dispatcher:
         clock: Clock = time.monotonic,
     ) -> None:
         self._incarnation = incarnation
-        self._counts = NodeCounts(clock)
-        self._suspicion = Suspicion(clock)
+        self._view = FleetView(fleet, clock)
+        self._suspicion = self._view.suspicion
         self._placement = Placement(
-            fleet,
+            self._view,
             policies=policies,
             local_prefill_tokens=local_prefill_tokens,
-            counts=self._counts,
-            shuns=self._suspicion.shuns,
             random=Random(incarnation),
         )
-        self._moves = Moves(self._placement, self._counts, metrics, clock)
+        self._moves = Moves(self._placement, self._view, metrics, clock)
         self._deadlines = deadlines
         self._ttft_limit_s = ttft_limit_s
         self._metrics = metrics
@@ -107,7 +104,6 @@ class Dispatcher:
         self._later = later
         self._clock = clock
         self.queue = FirstTokenQueue(clock)
-        self._fleet = fleet
         self._fair_queue = FairQueue()
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
@@ -242,7 +238,7 @@ class Dispatcher:
                 attempt.reports[node.role], _ = believed(entry.report)
                 attempt.heard_at[node.role] = now
             if entry.token_ids:
-                self._counts.computed(attempt)
+                self._view.computed(attempt)
             if attempt is req.moving:
                 entry = self._moves.arrived(req, entry)
             if node.role is Role.DECODE and attempt is req.attempt:
@@ -250,7 +246,7 @@ class Dispatcher:
                 for prefill in attempt.holders:
                     if prefill is not node:
                         self._suspicion.served(prefill)
-                        self._counts.computed(attempt)
+                        self._view.computed(attempt)
                 attempt.holders = [node]
             if entry.finish is not None:
                 attempt.finished_by = node
@@ -385,7 +381,7 @@ class Dispatcher:
         for req in self._running.values() if crashed else ():
             if req.failover.may_have_crashed(node.ref.incarnation, len(req.output_ids)):
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
-        self._counts.lost(node)
+        self._view.lost(node)
 
     # ---------------------------------------------------------------------------- removing a node
     def num_held(self, node: Node) -> int:
@@ -427,10 +423,10 @@ class Dispatcher:
             return
         wait_s = first_token.wait_s
         if route.decode is not None:
-            place_s = self._counts.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
+            place_s = self._view.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
             wait_s = max(wait_s, place_s)
         if api_key is not None:
-            rate = sum(node.load.prefill_tokens_per_s for node in self._prefilling)
+            rate = sum(node.load.prefill_tokens_per_s for node in self._view.prefilling)
             wait_s += self._fair_queue.num_tokens_ahead(api_key) / rate if rate else 0.0
         seconds = wait_s + first_token.compute_s
         if seconds <= limit_s or not wait_s:
@@ -444,13 +440,9 @@ class Dispatcher:
             retry_after_s=retry_after_s(seconds - limit_s),
         )
 
-    @property
-    def _prefilling(self) -> Sequence[Node]:
-        return self._fleet.live(Role.PREFILL) or self._fleet.live(Role.DECODE)
-
     def _take_turns(self) -> Iterator[RunningReq]:
         """The sequences whose turn it is. Each must be sent before the next is taken."""
-        return self._fair_queue.take(num_ahead_tokens(self._prefilling))
+        return self._fair_queue.take(num_ahead_tokens(self._view.prefilling))
 
     def _left_queue(self, req: RunningReq) -> None:
         """Send the sequences whose turn it is, since `req` has its first token or has ended."""
@@ -472,12 +464,13 @@ class Dispatcher:
 
     def _send(self, req: RunningReq, work: Work, route: Route) -> None:
         req.begin(route.nodes, self._clock(), route.num_queued_tokens, route.num_pages)
-        self._counts.sent(req.attempt)
+        self._view.sent(req.attempt)
         event(
             "dispatched",
             level=logging.DEBUG,
             **req.fields,
             nodes=",".join(n.ref.incarnation for n in route.nodes),
+            why=route.why,
         )
         for node in route.nodes:
             self._suspicion.sent(node)
@@ -668,7 +661,7 @@ class Dispatcher:
             if node is not req.attempt.finished_by:
                 node.send(message)
         if req.attempt.nodes:
-            self._counts.ended(req.attempt, goes_on=not req.ended)
+            self._view.ended(req.attempt, goes_on=not req.ended)
         req.attempt.holders = []
 
 

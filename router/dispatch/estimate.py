@@ -13,7 +13,7 @@ from heapq import nlargest
 from math import ceil
 from statistics import median
 
-from router.dispatch.node_counts import NodeCounts
+from router.dispatch.fleet_view import FleetView
 from router.dispatch.running_req import Node
 from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import Lend, Load, NodeRef, Role, Work
@@ -67,14 +67,14 @@ class FirstToken:
 
 
 class RequestEstimates:
-    """One request as it would fare on the nodes of `fleet`, which has all live nodes. Times are seconds."""
+    """One request as it would fare on each node of the `view`. Times are seconds."""
 
-    def __init__(self, work: Work, fleet: Sequence[Node], counts: NodeCounts) -> None:
+    def __init__(self, work: Work, view: FleetView) -> None:
         self.num_tokens = len(work.input_ids) + len(work.output_ids)
         """Tokens of the sequence that are known."""
         self._work = work
-        self._fleet = fleet
-        self._counts = counts
+        self._fleet = view.nodes
+        self._view = view
         self._num_cached_pages: dict[NodeRef, int] = {}
         self._fetches: dict[NodeRef, Fetch | None] = {}
         self._usual: dict[Callable[[Load], float], float] = {}
@@ -112,16 +112,16 @@ class RequestEstimates:
 
     def num_seqs(self, node: Node) -> int:
         """The number of sequences on `node`. Those of other routers are as of its latest Pong."""
-        return self._counts.seqs.of(node)
+        return self._view.seqs.of(node)
 
     def has_pages(self, node: Node) -> bool:
         """Whether `node` has a place for what it does not hold of the sequence."""
         num_pages = ceil(self.num_missing_tokens(node) / node.page_size)
-        return self._counts.used_pages.of(node) + num_pages <= node.load.num_pages
+        return self._view.used_pages.of(node) + num_pages <= node.load.num_pages
 
     def load(self, node: Node) -> int:
         """Tokens that wait for their prefill on a prefill node; sequences on a decode node."""
-        return self._counts.queued_tokens.of(node) if node.role is Role.PREFILL else self.num_seqs(node)
+        return self._view.queued_tokens.of(node) if node.role is Role.PREFILL else self.num_seqs(node)
 
     # -------------------------------------------------------------------------------- how long it takes
     def prefill_s(self, node: Node) -> float:
@@ -172,7 +172,7 @@ class RequestEstimates:
         return self._first_token(node, rate)
 
     def _first_token(self, node: Node, rate: float) -> FirstToken:
-        wait_s = self._counts.queued_tokens.of(node) / rate
+        wait_s = self._view.queued_tokens.of(node) / rate
         fetch = self.fetch(node)
         if fetch is None or not fetch.is_linked:
             return FirstToken(wait_s, self.num_missing_tokens(node) / rate)
@@ -195,7 +195,7 @@ class RequestEstimates:
         nbytes = (num_pages - held) * node.page_size * node.kv_nbytes_per_token
         seconds = FETCH_S + nbytes / self._rate(lender, transfer_rate, PRIOR_TRANSFER_BYTES_PER_S)
         rate = self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S)
-        wait_s = self._counts.queued_tokens.of(node) / rate
+        wait_s = self._view.queued_tokens.of(node) / rate
         num_left = self.num_tokens - num_pages * node.page_size
         if max(wait_s, seconds) + num_left / rate >= wait_s + self.num_missing_tokens(node) / rate:
             return None

@@ -14,8 +14,8 @@ from math import ceil
 
 import msgspec
 
+from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
-from router.dispatch.node_counts import NodeCounts
 from router.dispatch.placement import Placement
 from router.dispatch.running_req import Attempt, Node, RunningReq
 from shared.errors import RequestError
@@ -31,9 +31,9 @@ _MAX_DOUBLINGS = 5
 class Moves:
     """The moves of one router's sequences. `RunningReq.moving` has the attempt of a move that is under way."""
 
-    def __init__(self, placement: Placement, counts: NodeCounts, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, placement: Placement, view: FleetView, metrics: Metrics, clock: Clock) -> None:
         self._placement = placement
-        self._counts = counts
+        self._view = view
         self._metrics = metrics
         self._clock = clock
 
@@ -62,7 +62,7 @@ class Moves:
             holders=[target],
             sent_at=self._clock(),
         )
-        self._counts.sent(req.moving)
+        self._view.sent(req.moving)
         target.send(Decode(req.moving.key, work, source.ref, moving=True))
         source.send(Move(req.key, req.moving.key, target.ref))
         event("move", **req.fields, source=source.ref.incarnation, target=target.ref.incarnation)
@@ -93,7 +93,7 @@ class Moves:
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
-        self._counts.ended(moving, goes_on=True)
+        self._view.ended(moving, goes_on=True)
         self._metrics.move_ended(done=False)
 
     def _switch(self, req: RunningReq, *, awaited: int) -> None:
@@ -102,7 +102,7 @@ class Moves:
         assert moving is not None
         for node in source.holders:
             node.send(Cancel(source.key))
-        self._counts.ended(source, goes_on=True)
+        self._view.ended(source, goes_on=True)
         source.holders = []
         req.attempts.append(moving)
         req.moving, req.left, req.left_until = None, source, awaited

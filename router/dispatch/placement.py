@@ -11,32 +11,18 @@ nodes of a role, its routing policy chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from random import Random
-from typing import Protocol
 
 from router.dispatch.estimate import Fetch, FirstToken, RequestEstimates
 from router.dispatch.failover import Numerics
-from router.dispatch.node_counts import NodeCounts
+from router.dispatch.fleet_view import FleetView, room
 from router.dispatch.policy import Candidates, RoutingPolicy
 from router.dispatch.running_req import Node
-from router.http.wording import maximum_context
-from shared.errors import RequestError
+from shared.errors import RequestError, maximum_context
 from shared.protocol.messages import Role, Work
-
-
-class Fleet(Protocol):
-    """The live nodes. Real: `membership.Membership`."""
-
-    def live(self, role: Role) -> Sequence[Node]:
-        """The nodes of a role that take work now."""
-        ...
-
-    def why_none(self, role: Role) -> str:
-        """Why `live(role)` is empty, in an error for clients."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +45,8 @@ class Route:
     local_prefill_limit: int | None = None
     evicts_first: Node | None = None
     """Which of two nodes evicts the prompt before all other prefixes, since the other one keeps it."""
+    why: str = ""
+    """Why these roles take part, for the log."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -78,29 +66,24 @@ class Route:
 
 
 class Placement:
-    """Finds the route of each request. `policies` has one for each role; they draw from `random`.
+    """Finds the route of each request from what is in the `view`, and changes nothing there.
 
-    A decode node prefills by itself what has at most `local_prefill_tokens`; None: what it computes sooner than a
-    prefill node would, if it holds the beginning. A node that `shuns` is true of is chosen when there is no other.
+    `policies` has one for each role; they draw from `random`. A decode node prefills by itself what has at most
+    `local_prefill_tokens`; None: what it computes sooner than a prefill node would, if it holds the beginning.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        view: FleetView,
         *,
         policies: Mapping[Role, RoutingPolicy],
         local_prefill_tokens: int | None,
-        counts: NodeCounts,
-        shuns: Callable[[Node], bool],
         random: Random,
     ) -> None:
-        self._fleet = fleet
+        self._view = view
         self._policies = policies
         self._local_prefill_tokens = local_prefill_tokens
-        self._counts = counts
-        self._shuns = shuns
         self._random = random
-        self._last = dict.fromkeys(policies, "")
 
     def route(
         self,
@@ -122,15 +105,16 @@ class Placement:
         wanted = work.params.max_new_tokens - num_outputs
         prefills = [
             prefill
-            for prefill in self._with_room(Role.PREFILL, num_known + min(wanted, 1))
+            for prefill in self._view.with_room(Role.PREFILL, num_known + min(wanted, 1))
             if prefill.ref.incarnation not in avoid
         ]
-        decodes = self._with_room(Role.DECODE, num_known + (wanted if again else min(wanted, 1)))
-        request = self._estimates(work)
+        decodes = self._view.with_room(Role.DECODE, num_known + (wanted if again else min(wanted, 1)))
+        request = RequestEstimates(work, self._view)
         if wanted <= 1:
             exact = [p for p in prefills if like in (None, Numerics(p.numerics, p.numerics))]
             if last := exact or (prefills if not decodes else []):
-                return self._route(request, work.params.max_new_tokens, self._choose(request, last), None)
+                last_token = self._choose(request, last)
+                return self._route(request, work.params.max_new_tokens, last_token, None, why="one new token")
             prefills = []  # a decode node computes the last token
         if not decodes:
             raise self._refusal(work, again=again)
@@ -138,7 +122,7 @@ class Placement:
         prefill = self._choose(request, prefills) if prefills else None
         decodes = _preferred(decodes, avoid, like)
         decode = self._choose(request, decodes, request.prefill_s(prefill) if prefill is not None else None)
-        wanted = min(wanted, _room(decode) - num_known)
+        wanted = min(wanted, room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
         if decode.ref.incarnation in avoid:
             prefill = None
@@ -146,12 +130,12 @@ class Placement:
             prefills = [prefill for prefill in prefills if why_unlinked(prefill, decode) is None]
             prefill = self._choose(request, prefills) if prefills else None
         if prefill is None:
-            return self._route(request, max_new_tokens, None, decode)
+            return self._route(request, max_new_tokens, None, decode, why="no prefill node can take part")
         limit = request.local_limit(decode, request.prefill_s(prefill), self._local_prefill_tokens)
         if not split and limit is not None:
             limit = limit if request.num_cached_pages(decode) else None
-            return self._route(request, max_new_tokens, None, decode, limit)
-        return self._route(request, max_new_tokens, prefill, decode if wanted > 1 else None)
+            return self._route(request, max_new_tokens, None, decode, limit, why="the decode node is sooner")
+        return self._route(request, max_new_tokens, prefill, decode if wanted > 1 else None, why="split")
 
     def route_alone(self, work: Work, *, avoid: Collection[str], like: Numerics | None) -> Route:
         """The decode node with the fewest sequences alone. Raises RequestError if there is none.
@@ -159,17 +143,18 @@ class Placement:
         `avoid` and `like` are those of `route`.
         """
         num_tokens = len(work.input_ids) + work.params.max_new_tokens
-        decodes = self._with_room(Role.DECODE, num_tokens)
+        decodes = self._view.with_room(Role.DECODE, num_tokens)
         if not decodes:
             raise self._refusal(work, again=True)
         decodes = _preferred(decodes, avoid, like)
-        least = min(decodes, key=self._counts.seqs.of)
-        return self._route(self._estimates(work), work.params.max_new_tokens, None, least)
+        least = min(decodes, key=self._view.seqs.of)
+        request = RequestEstimates(work, self._view)
+        return self._route(request, work.params.max_new_tokens, None, least, why="a suspect runs alone")
 
     @property
     def max_trials(self) -> int:
         """So many suspects are tried at a time, since each takes a decode node from other work."""
-        return max(1, len(self._fleet.live(Role.DECODE)) // 2)
+        return max(1, len(self._view.live(Role.DECODE)) // 2)
 
     def target(self, work: Work, source: Node, refusals: Mapping[str, int]) -> Node:
         """The decode node to which a sequence moves that runs on `source`, not one that is shunned.
@@ -180,35 +165,29 @@ class Placement:
         num_tokens = len(work.input_ids) + work.params.max_new_tokens
         targets = [
             node
-            for node in self._with_room(Role.DECODE, num_tokens)
+            for node in self._view.with_room(Role.DECODE, num_tokens)
             if node is not source
-            and not self._shuns(node)
+            and not self._view.suspicion.shuns(node)
             and node.numerics == source.numerics
             and why_unlinked(source, node) is None
         ]
         if not targets:
             raise self._refusal(work, again=True)
-        request = self._estimates(work)
+        request = RequestEstimates(work, self._view)
         targets = [node for node in targets if request.has_pages(node)] or targets
         fewest = min(refusals.get(node.ref.incarnation, 0) for node in targets)
         targets = [node for node in targets if refusals.get(node.ref.incarnation, 0) == fewest]
-        last = self._last[Role.DECODE]
+        last = self._view.last[Role.DECODE]
         # The source has computed what is known of the sequence, and the target computes none of it.
         moved = Candidates(request, targets, last, self._random, prefill_s=0.0, local_prefill_tokens=0)
-        target = self._policies[Role.DECODE](moved)
-        self._last[Role.DECODE] = target.ref.node_id
-        return target
-
-    def _estimates(self, work: Work) -> RequestEstimates:
-        fleet = [*self._fleet.live(Role.PREFILL), *self._fleet.live(Role.DECODE)]
-        return RequestEstimates(work, fleet, self._counts)
+        return self._policies[Role.DECODE](moved)
 
     def _choose(
         self, request: RequestEstimates, nodes: Sequence[Node], prefill_s: float | None = None
     ) -> Node:
         """What the policy of their role chooses among `nodes`. Whether it takes part is decided later."""
         role = nodes[0].role
-        last, local = self._last[role], self._local_prefill_tokens
+        last, local = self._view.last[role], self._local_prefill_tokens
         return self._policies[role](Candidates(request, nodes, last, self._random, prefill_s, local))
 
     def _route(
@@ -218,13 +197,12 @@ class Placement:
         prefill: Node | None,
         decode: Node | None,
         local_prefill_limit: int | None = None,
+        *,
+        why: str,
     ) -> Route:
-        """The route over the nodes that take part, at least one: the turn of each is over."""
+        """The route over the nodes that take part, at least one."""
         first = prefill or decode
         assert first is not None
-        for node in (prefill, decode):
-            if node is not None:
-                self._last[node.role] = node.ref.node_id
         num_pages = ceil(request.num_tokens / first.page_size)
         fetch, num_queued_tokens = request.fetch(first), request.num_missing_tokens(first)
         if fetch is not None and fetch.is_linked:
@@ -239,6 +217,7 @@ class Placement:
             fetch,
             local_prefill_limit,
             self._draw_evicting(prefill, decode),
+            why,
         )
 
     def _draw_evicting(self, prefill: Node | None, decode: Node | None) -> Node | None:
@@ -248,18 +227,14 @@ class Placement:
         """
         if prefill is None or decode is None:
             return None
-        rooms = [_cache_pages(node) * len(self._fleet.live(node.role)) for node in (prefill, decode)]
+        rooms = [_cache_pages(node) * len(self._view.live(node.role)) for node in (prefill, decode)]
         return self._random.choices((decode, prefill), rooms if any(rooms) else None)[0]
 
-    def _with_room(self, role: Role, num_tokens: int) -> list[Node]:
-        roomy = [node for node in self._fleet.live(role) if _room(node) >= num_tokens]
-        return [node for node in roomy if not self._shuns(node)] or roomy
-
     def _refusal(self, work: Work, *, again: bool) -> RequestError:
-        live = self._fleet.live(Role.DECODE)
+        live = self._view.live(Role.DECODE)
         if not live:
-            return RequestError(self._fleet.why_none(Role.DECODE), status=503, code="no_node")
-        most = max(map(_room, live))
+            return RequestError(self._view.why_none(Role.DECODE), status=503, code="no_node")
+        most = max(map(room, live))
         if again:
             total = len(work.input_ids) + work.params.max_new_tokens
             message = f"no decode node is left that has room for {total} tokens; the largest has {most}"
@@ -288,8 +263,3 @@ def _preferred(decodes: list[Node], avoid: Collection[str], like: Numerics | Non
 def _cache_pages(node: Node) -> int:
     """Pages of a node in which prefixes are cached, or may be."""
     return node.load.num_free_pages + node.load.num_evictable_pages
-
-
-def _room(node: Node) -> int:
-    """Tokens that one sequence may have on a node, prompt and output together."""
-    return min(node.limits.context_length, node.limits.max_total_num_tokens)

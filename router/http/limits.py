@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.http.wording import maximum_context, wrong
-from shared.errors import RequestError
+from router.http.wording import wrong
+from shared.errors import RequestError, maximum_context
 from shared.flags import flag, whole
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS
 from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS

@@ -36,11 +36,6 @@ def wrong(name: str, expected: str, value: object, *, param: str | None = None) 
     )
 
 
-def maximum_context(num_tokens: int) -> str:
-    """The words by which clients such as litellm recognize a prompt that is too long."""
-    return f"This model's maximum context length is {num_tokens} tokens"
-
-
 def shown(value: object) -> str:
     """A value, shortened for an error message, which never has a whole prompt."""
     return cut(_short.repr(value))

@@ -10,10 +10,10 @@ from pydantic import Field, WithJsonSchema
 
 from router.http.body import FailFast, OneOf
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
-from router.http.wording import maximum_context, wrong
+from router.http.wording import wrong
 from router.request.prompt import Prompt
 from router.text.served_model import ServedModel
-from shared.errors import RequestError
+from shared.errors import RequestError, maximum_context
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, MAX_TOP_LOGPROBS, LogprobParams
 
 T = TypeVar("T")

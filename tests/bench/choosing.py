@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from router.dispatch.node_counts import NodeCounts
+from router.dispatch.fleet_view import FleetView
 from router.dispatch.placement import Placement
 from router.dispatch.policy import POLICIES
 from shared.protocol.messages import Load, Role, Work
@@ -63,11 +63,9 @@ def run_policy(policy: str, num_each: int) -> dict[str, Any]:
     prompts = [tuple(range(10_000 * i, 10_000 * i + PROMPT_LEN)) for i in range(1, NUM_PROMPTS + 1)]
     works = [Work(ids, SamplingParams(max_new_tokens=64)) for ids in prompts]
     placement = Placement(
-        _Nodes(num_each, prompts),
+        FleetView(_Nodes(num_each, prompts), time.monotonic),
         policies=dict.fromkeys(Role, POLICIES[policy]),
         local_prefill_tokens=None,
-        counts=NodeCounts(time.monotonic),
-        shuns=lambda node: False,
         random=random.Random(0),
     )
     times: list[float] = []

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.estimate import RequestEstimates
+from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
-from router.dispatch.node_counts import NodeCounts
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.running_req import RunningReq
@@ -87,11 +87,11 @@ class Fleet:
         )
 
     @property
-    def counts(self) -> NodeCounts:
-        return self.dispatcher._counts
+    def view(self) -> FleetView:
+        return self.dispatcher._view
 
     def estimates(self, work: Work) -> RequestEstimates:
-        return RequestEstimates(work, [*self.prefills, *self.decodes], self.counts)
+        return RequestEstimates(work, self.view)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, and everything happen that was to happen in it."""

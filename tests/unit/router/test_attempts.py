@@ -114,7 +114,7 @@ def test_without_such_a_node_the_request_ends_after_its_time() -> None:
     assert resent.req.error is not None
     assert (resent.req.error.status, resent.req.error.code) == (503, "no_node")
     assert f"room for {len(IDS) + 50} tokens; the largest has {len(IDS) + 49}" in resent.req.error.message
-    assert resent.fleet.counts.seqs.of(resent.first) == 0
+    assert resent.fleet.view.seqs.of(resent.first) == 0
 
 
 def test_logprobs_of_tokens_that_the_next_attempt_tells() -> None:

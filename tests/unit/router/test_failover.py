@@ -74,7 +74,7 @@ class TestLostNodes:
         assert prefill.work == decode.work and prefill.work.output_ids == (7, 8)
         tell(fleet, req, 2, 9, finish=Finish("length"))
         assert req.take() == [9] and req.error is None
-        assert fleet.counts.seqs.of(second) == 0
+        assert fleet.view.seqs.of(second) == 0
 
     def test_the_other_node_lets_go(self) -> None:
         fleet = Fleet(2)
@@ -237,7 +237,7 @@ class TestFailures:
             assert req.nodes == (prefill, fleet.decodes[1])
             fleet.dispatcher.release(req)
         for node in fleet.decodes:
-            while fleet.counts.seqs.of(node):
+            while fleet.view.seqs.of(node):
                 fleet.dispatcher.release(next(r for r in fleet.dispatcher._running.values() if r.needs(node)))
         assert fleet.burst(10)[bad.ref.node_id] == num_on_bad
 

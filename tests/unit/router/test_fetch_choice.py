@@ -48,7 +48,7 @@ def test_what_another_node_holds_is_fetched_from_it() -> None:
     assert (prefill.source.node, prefill.source.num_pages) == (chosen.decodes[0].ref, 4)
     assert (lend.key, lend.borrower, lend.work) == (prefill.key, chosen.prefills[0].ref, prefill.work)
     assert lend in chosen.decodes[0].sent
-    assert chosen.counts.queued_tokens.of(chosen.prefills[0]) == len(IDS) - 4 * PAGE, "the rest is computed"
+    assert chosen.view.queued_tokens.of(chosen.prefills[0]) == len(IDS) - 4 * PAGE, "the rest is computed"
 
 
 def test_the_next_attempt_fetches_by_the_tokens_that_have_come() -> None:
@@ -84,7 +84,7 @@ def test_without_a_link_one_is_asked_for_and_the_prompt_is_computed() -> None:
     linked(chosen.decodes[0], num_running=64, num_pages=10, reserve_wait_s=60.0)
     prefill, (lend,) = lent(chosen)
     assert prefill.source is None and lend.work is None and lend.borrower == chosen.prefills[0].ref
-    assert chosen.counts.queued_tokens.of(chosen.prefills[0]) == len(IDS)
+    assert chosen.view.queued_tokens.of(chosen.prefills[0]) == len(IDS)
 
 
 def test_a_link_in_the_other_direction_is_none() -> None:

@@ -63,7 +63,7 @@ def test_both_nodes_are_told() -> None:
     assert decode.moving and decode.prefill == moving.source.ref and decode.key == moving.to_key
     assert (decode.work.input_ids, decode.work.output_ids) == (IDS, (10, 11))
     assert (move.key, move.to_key, move.target) == (moving.key, moving.to_key, moving.target.ref)
-    assert [moving.fleet.counts.seqs.of(n) for n in (moving.source, moving.target)] == [1, 1]
+    assert [moving.fleet.view.seqs.of(n) for n in (moving.source, moving.target)] == [1, 1]
 
 
 def test_the_next_move_is_to_another_node_than_the_one_that_refused() -> None:
@@ -92,7 +92,7 @@ def test_each_position_is_sent_once() -> None:
     assert req.take() == []
     moving.tell(moving.target, moving.to_key, 4, 14, finish=Finish("length"))
     assert req.take() == [14] and req.ended
-    assert [moving.fleet.counts.seqs.of(n) for n in (moving.source, moving.target)] == [0, 0]
+    assert [moving.fleet.view.seqs.of(n) for n in (moving.source, moving.target)] == [0, 0]
 
 
 @pytest.mark.parametrize("how", ["moved", "failed over"])
@@ -118,7 +118,7 @@ def test_a_part_of_a_stay_does_not_tell_how_long_sequences_stay(how: str) -> Non
         fleet.wait(stay_s)
         if stay_s:
             moving.tell(node, other.key, 1, 11, finish=Finish("length"))
-    assert fleet.counts.place_wait_s(node, 1, 0.0) == pytest.approx(10)
+    assert fleet.view.place_wait_s(node, 1, 0.0) == pytest.approx(10)
 
 
 def test_logprobs_come_from_the_node_that_computed_them() -> None:
@@ -172,7 +172,7 @@ def test_a_source_that_dies_on_the_way_makes_a_failover() -> None:
     assert Cancel(moving.to_key) in moving.target.sent
     moving.tell(moving.target, moving.to_key, 2, 99)
     assert moving.req.take() == [10, 11], "the attempt of the move has ended"
-    assert moving.fleet.counts.seqs.of(moving.target) == 1
+    assert moving.fleet.view.seqs.of(moving.target) == 1
 
 
 @pytest.mark.parametrize("culprit", ["source", "target"])
@@ -185,7 +185,7 @@ def test_a_failure_leaves_it_where_it_is(culprit: str) -> None:
     assert moving.stays and Cancel(moving.to_key) in other.sent and Cancel(moving.to_key) not in node.sent
     moving.tell(moving.source, moving.key, 2, 12)
     assert moving.req.take() == [10, 11, 12]
-    assert [moving.fleet.counts.seqs.of(n) for n in (moving.source, moving.target)] == [1, 0]
+    assert [moving.fleet.view.seqs.of(n) for n in (moving.source, moving.target)] == [1, 0]
 
 
 def test_a_target_that_dies_leaves_it_where_it_is() -> None:
@@ -271,7 +271,7 @@ def test_a_sequence_that_ends_at_the_source_is_cancelled_at_the_target() -> None
     moving = Moving()
     moving.tell(moving.source, moving.key, 2, 12, finish=Finish("length"))
     assert moving.req.ended and Cancel(moving.to_key) in moving.target.sent
-    assert moving.fleet.counts.seqs.of(moving.target) == 0
+    assert moving.fleet.view.seqs.of(moving.target) == 0
 
 
 def test_a_client_that_goes_is_told_to_both() -> None:

@@ -180,23 +180,23 @@ class TestCounts:
         (node,) = fleet.decodes
         node.holds(4)
         reqs = [fleet.start() for _ in range(6)]
-        assert fleet.counts.seqs.of(node) == 6
+        assert fleet.view.seqs.of(node) == 6
         dispatcher = fleet.dispatcher
         dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,), Finish("length"))])
-        assert fleet.counts.seqs.of(node) == 5
+        assert fleet.view.seqs.of(node) == 5
         dispatcher.on_failed(node, Failed(reqs[1].key, 400, "x"))
         dispatcher.release(reqs[2])
         dispatcher.release(reqs[2])
-        assert fleet.counts.seqs.of(node) == 3
+        assert fleet.view.seqs.of(node) == 3
         dispatcher.on_not_cached(node, reqs[3].key)
         assert reqs[3].key.attempt == 1
-        assert fleet.counts.seqs.of(node) == 3, "sent to it once more"
+        assert fleet.view.seqs.of(node) == 3, "sent to it once more"
         dispatcher.on_not_cached(fleet.prefills[0], reqs[3].key)
         fleet.wait(1)
-        assert fleet.counts.seqs.of(node) == 3
+        assert fleet.view.seqs.of(node) == 3
         for req in reqs[3:]:
             dispatcher.release(req)
-        assert fleet.counts.seqs.of(node) == 0
+        assert fleet.view.seqs.of(node) == 0
 
     def test_a_sequence_that_moves_leaves_the_node_it_was_on(self) -> None:
         fleet = Fleet(2)
@@ -206,7 +206,7 @@ class TestCounts:
         one.prefixes = PrefixIndex()
         fleet.dispatcher.on_not_cached(one, req.key)
         assert req.nodes[-1] is two
-        assert [fleet.counts.seqs.of(node) for node in (one, two)] == [0, 1]
+        assert [fleet.view.seqs.of(node) for node in (one, two)] == [0, 1]
 
     def test_a_lost_node_is_forgotten(self) -> None:
         fleet = Fleet(1)
@@ -215,28 +215,28 @@ class TestCounts:
         fleet.decodes.remove(node)
         fleet.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
         fleet.dispatcher.on_node_lost(fleet.prefills[0], "killed", Loss.CRASHED)
-        assert fleet.counts.seqs.of(node) == 0
-        assert not fleet.counts.seqs._own and not fleet.counts.used_pages._own
-        assert not fleet.counts.places._on
+        assert fleet.view.seqs.of(node) == 0
+        assert not fleet.view.seqs._own and not fleet.view.used_pages._own
+        assert not fleet.view.places._on
 
     def test_other_routers_sequences_are_added(self) -> None:
         fleet = Fleet(1)
         (node,) = fleet.decodes
         node.load = Load(num_running=90, num_waiting=5, num_transferring=3, num_bootstrapping=2)
         reqs = [fleet.start() for _ in range(10)]
-        assert fleet.counts.seqs.of(node) == 110
+        assert fleet.view.seqs.of(node) == 110
         node.load = Load(num_running=108)  # it has heard of 8 of the ten
-        assert fleet.counts.seqs.of(node) == 108
+        assert fleet.view.seqs.of(node) == 108
         for req in reqs[:4]:
             fleet.dispatcher.release(req)
-        assert fleet.counts.seqs.of(node) == 104
+        assert fleet.view.seqs.of(node) == 104
 
     def test_what_was_sent_counts_when_the_node_has_not_heard_of_it(self) -> None:
         fleet = Fleet(1)
         (node,) = fleet.decodes
         fleet.burst(10)
         node.load = Load()  # of a Ping that overtook them all
-        assert fleet.counts.seqs.of(node) == 10
+        assert fleet.view.seqs.of(node) == 10
 
 
 class CountingIndex(PrefixIndex):

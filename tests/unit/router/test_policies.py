@@ -18,7 +18,8 @@ from router.dispatch.policy import (
     round_robin,
     ttft,
 )
-from shared.protocol.messages import Decode, Finish, Load, Prefill, Role, TokenEntry, Work
+from router.dispatch.running_req import Attempt
+from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.rates import PRIOR_PREFILL_TOKENS_PER_S
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
@@ -97,16 +98,16 @@ class TestPrefillNodes:
         fleet = by_cost(1)
         node = fleet.prefills[0]
         reqs = [fleet.start() for _ in range(3)]
-        assert fleet.counts.queued_tokens.of(node) == 3 * len(IDS)
+        assert fleet.view.queued_tokens.of(node) == 3 * len(IDS)
         fleet.dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,))])
-        assert (fleet.counts.queued_tokens.of(node), fleet.counts.seqs.of(node)) == (2 * len(IDS), 2)
+        assert (fleet.view.queued_tokens.of(node), fleet.view.seqs.of(node)) == (2 * len(IDS), 2)
         fleet.dispatcher.on_tokens(reqs[0].nodes[1], [TokenEntry(reqs[0].key, 0, (1, 2), Finish("length"))])
         fleet.dispatcher.release(reqs[1])
-        assert (fleet.counts.queued_tokens.of(node), fleet.counts.seqs.of(node)) == (len(IDS), 1)
+        assert (fleet.view.queued_tokens.of(node), fleet.view.seqs.of(node)) == (len(IDS), 1)
         node.load = Load(num_queued_tokens=7 * len(IDS), num_waiting=7)  # six of other routers
-        assert fleet.counts.queued_tokens.of(node) == 7 * len(IDS)
+        assert fleet.view.queued_tokens.of(node) == 7 * len(IDS)
         fleet.dispatcher.release(reqs[2])
-        assert fleet.counts.queued_tokens.of(node) == 6 * len(IDS)
+        assert fleet.view.queued_tokens.of(node) == 6 * len(IDS)
 
 
 class TestDecodeNodes:
@@ -274,8 +275,12 @@ def test_turns_are_those_of_the_nodes_that_took_part() -> None:
 
 def test_sequences_that_move_take_turns_too() -> None:
     fleet = Fleet(3, 0, decode=round_robin)
-    targets = [fleet.dispatcher._placement.target(WORK, fleet.decodes[0], {}) for _ in range(4)]
-    assert [target.ref.node_id for target in targets] == ["d001", "d002"] * 2
+    targets = []
+    for number in range(4):
+        target = fleet.dispatcher._placement.target(WORK, fleet.decodes[0], {})
+        fleet.view.sent(Attempt(ReqKey("router", str(number)), (target,), is_move=True))
+        targets.append(target.ref.node_id)
+    assert targets == ["d001", "d002"] * 2
 
 
 def test_a_sequence_moves_to_where_its_pages_have_room() -> None:

@@ -16,7 +16,7 @@ NUM_PAGES = 4096
 picks = st.integers(0, 1 << 16)
 
 
-class NodeCountsMachine(RuleBasedStateMachine):
+class FleetViewMachine(RuleBasedStateMachine):
     """A router with nodes that say anything at any time, also of sequences that are not theirs."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), local=st.sampled_from([None, 0, 3 * PAGE]))
@@ -154,7 +154,7 @@ class NodeCountsMachine(RuleBasedStateMachine):
         if not hasattr(self, "fleet"):
             return
         at_nodes = [a for req in self.running for a in (req.attempts[-1], req.moving) if a is not None]
-        counts = self.fleet.counts
+        counts = self.fleet.view
         incarnations = {node.ref.incarnation for node in self.nodes}
         for amounts in (counts.seqs, counts.queued_tokens, counts.used_pages):
             assert set(amounts._own) <= incarnations, "a node that is gone is not forgotten"
@@ -182,18 +182,18 @@ class NodeCountsMachine(RuleBasedStateMachine):
             self.counts_are_those_of_the_attempts()
 
 
-NodeCountsMachine.TestCase.settings = settings(
+FleetViewMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=30, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
-TestNodeCounts = NodeCountsMachine.TestCase
+TestFleetView = FleetViewMachine.TestCase
 
 
 def test_an_entry_of_the_decode_node_counts_the_prefill_node_off_even_without_tokens() -> None:
-    machine = NodeCountsMachine()
+    machine = FleetViewMachine()
     machine.begin("round-robin", 0)
     machine.start(6 * PAGE, 30)
     prefill, decode = machine.reqs[0].attempt.nodes
     machine.fleet.dispatcher.on_tokens(decode, [TokenEntry(machine.reqs[0].key, 0, ())])
-    assert machine.fleet.counts.seqs.of(prefill) == 0
+    assert machine.fleet.view.seqs.of(prefill) == 0
     machine.counts_are_those_of_the_attempts()
     machine.teardown()

@@ -1,14 +1,32 @@
-"""What each node has to do now: as its latest Pong says, and what this router has sent to it since."""
+"""What this router knows of the fleets: which nodes live, what each has to do, and which are shunned.
+
+What a node has to do is what its latest Pong says, and what this router has sent to it since. A node's load, links
+and cached prefixes are its own (`Node`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from router.dispatch.places import Places
 from router.dispatch.running_req import Attempt, Node
+from router.dispatch.suspicion import Suspicion
 from shared.protocol.messages import Load, Role
 from shared.timeline import Clock
+
+
+class Fleet(Protocol):
+    """The live nodes. Real: `membership.Membership`."""
+
+    def live(self, role: Role) -> Sequence[Node]:
+        """The nodes of a role that take work now."""
+        ...
+
+    def why_none(self, role: Role) -> str:
+        """Why `live(role)` is empty, in an error for clients."""
+        ...
 
 
 @dataclass(slots=True)
@@ -53,25 +71,55 @@ class Amounts:
         return max(own.live, in_pong + own.since if own.load is load else in_pong)
 
 
-class NodeCounts:
-    """The sequences of each node, the prompt tokens that it has still to compute, and its KV pages in use.
+class FleetView:
+    """What a placement is decided by: `suspicion`, and for each node its sequences, queued tokens and used pages.
 
     A sequence counts on its prefill node until its prompt is computed. Evictable pages are not in use.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+        self._fleet = fleet
+        self.suspicion = Suspicion(clock)
         self.places = Places(clock)
         self.seqs = Amounts(_seqs_in_pong)
         self.queued_tokens = Amounts(lambda load: load.num_queued_tokens)
         self.used_pages = Amounts(
             lambda load: load.num_pages - load.num_free_pages - load.num_evictable_pages
         )
+        self.last = dict.fromkeys(Role, "")
+        """The node of each role that was sent the latest sequence."""
 
+    # ------------------------------------------------------------------------------------- the nodes
+    def live(self, role: Role) -> Sequence[Node]:
+        """The nodes of a role that take work now."""
+        return self._fleet.live(role)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes that take work now."""
+        return [*self.live(Role.PREFILL), *self.live(Role.DECODE)]
+
+    @property
+    def prefilling(self) -> Sequence[Node]:
+        """The nodes that compute prompts: the prefill nodes, or the decode nodes where there are none."""
+        return self.live(Role.PREFILL) or self.live(Role.DECODE)
+
+    def with_room(self, role: Role, num_tokens: int) -> list[Node]:
+        """The nodes on which one sequence may have so many tokens; shunned ones where there are no others."""
+        roomy = [node for node in self.live(role) if room(node) >= num_tokens]
+        return [node for node in roomy if not self.suspicion.shuns(node)] or roomy
+
+    def why_none(self, role: Role) -> str:
+        """Why no node of a role lives, in an error for clients."""
+        return self._fleet.why_none(role)
+
+    # ---------------------------------------------------------------------------------- what they do
     def sent(self, attempt: Attempt) -> None:
         """Count an attempt that is sent to its nodes."""
         attempt.is_computing = True
         self.queued_tokens.change(attempt.nodes[0], attempt.num_queued_tokens)
         for node in attempt.nodes:
+            self.last[node.role] = node.ref.node_id
             self._change(attempt, node, 1)
             if node.role is Role.DECODE:
                 self.places.sent(node, attempt.key)
@@ -117,6 +165,11 @@ class NodeCounts:
     def _change(self, attempt: Attempt, node: Node, sign: int) -> None:
         self.seqs.change(node, sign)
         self.used_pages.change(node, sign * attempt.num_pages)
+
+
+def room(node: Node) -> int:
+    """Tokens that one sequence may have on a node, prompt and output together."""
+    return min(node.limits.context_length, node.limits.max_total_num_tokens)
 
 
 def _seqs_in_pong(load: Load) -> int:
