@@ -6,7 +6,7 @@
     ├── decode queued, transferring, decoding
     └── router streaming            from its first token on
 
-The router makes all spans (ADR 38): nodes report their stages to it anyway, and need no SDK, collector or header.
+The router makes all spans (ADR 37): nodes report their stages to it anyway, and need no SDK, collector or header.
 The attributes are those of vLLM (`gen_ai.*`) and Baton's own (`baton.*`). The SDK reads its OTEL_* variables.
 """
 

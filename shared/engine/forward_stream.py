@@ -129,7 +129,7 @@ class CpuPending(Generic[T]):
 class CpuForwardStream:
     """One worker thread. Native code that it runs lets go of the GIL: the scheduler's Python runs beside it.
 
-    Where torch computes, the GIL is taken between its operations, and little Python hides (ADR 14).
+    Where torch computes, the GIL is taken between its operations, and little Python hides (ADR 12).
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from shared.model.packed_weights import PackedWeights
 
 
 class NativeBackend:
-    """A ModelBackend whose forward, attention included, is C++ (ADR 14)."""
+    """A ModelBackend whose forward, attention included, is C++ (ADR 12)."""
 
     name = "native"
     is_exact = True

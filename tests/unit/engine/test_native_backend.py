@@ -95,7 +95,7 @@ def logits_of_every_kind(path: Rig) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_as_close_to_float32_as_torch_is(folder_of: Callable[[str], Path], name: str) -> None:
-    """Root mean square of the logits' error, relative to their spread; ADR 13 has the figures."""
+    """Root mean square of the logits' error, relative to their spread; ADR 27 has the figures."""
     folder = folder_of(name)
     with rig(folder, "torch", torch.float32) as path:
         exact = logits_of_every_kind(path)
