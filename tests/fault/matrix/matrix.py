@@ -231,6 +231,7 @@ class Matrix:
                 gone,
                 num_received if incarnations[primary.name] in gone else None,
                 num_again=max(int(self._num_failed() - num_failed) - NUM_SEQS, 0),
+                goes_on=stage is Stage.HANDED_OFF and primary not in victims,
             )
         self.check_home()
         if fault in _ENDS_STREAMS:
@@ -570,6 +571,7 @@ class Matrix:
         gone: set[str],
         num_received: int | None,
         num_again: int,
+        goes_on: bool,
     ) -> None:
         """Streams go on behind their last token: no node but those that are `gone` computes what a client has.
 
@@ -577,13 +579,15 @@ class Matrix:
         Of those the prefill node had computed the first of each stream. What prompts have in common is computed once.
         `num_again` sequences failed over a second time, as when they went to a decode node that was killed too, but
         was not missed yet: of each, a prefill node may have computed the next token for nobody.
+        With `goes_on`, the decode node has all of the streams and computes until it hears that the router, which does
+        not know that, sends them again because their prefill node was lost.
         """
         self._wait_home()
         here = [
             now.since(before[name]) for name, now in self._computed().items() if now.incarnation not in gone
         ]
         num_generated = sum(computed.num_generated for computed in here)
-        most = NUM_SEQS * NUM_NEW + num_again
+        most = NUM_SEQS * NUM_NEW * (1 + goes_on) + num_again
         if num_received is not None:
             most += NUM_SEQS - num_received
         if fault is Fault.DECODES_KILLED:
