@@ -1,6 +1,6 @@
 """Gather and scatter of KV pages in device memory, which also take the digest of what they copy (`page_digest`).
 
-A program copies one slice: one page of K or of V of one layer, or the part of it that belongs to a range of heads.
+A program copies one slice: one page of K or of V of one layer.
 It digests the words that it has loaded and is about to store. The digest of a chunk is the sum of its programs' parts
 modulo 2^64. What differs from chunk to chunk (the seed, the page ids) is read from host memory, and the parts are
 written there. So a chunk is one kernel. A copy before it and one behind it would each be another launch, and a change
@@ -21,7 +21,6 @@ import triton.language as tl
 
 from shared.device_streams import CudaStreams, DeviceStreams
 
-WORD_NBYTES = 8
 _LANES = tl.constexpr(8)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -49,19 +48,18 @@ def _key_and_step(index_W):
 
 @triton.jit(do_not_specialize=["first_row", "num_ids"])
 def copy_pages_kernel(
-    pages_ptr, slot_ptr, pinned_block_ptr, first_row, num_ids, row_words, page_words, first_word, slice_words,
+    pages_ptr, slot_ptr, pinned_block_ptr, first_row, num_ids, row_words, page_words,
     SCATTER: tl.constexpr, BLOCK_LINES: tl.constexpr,
 ):  # fmt: skip
     """Copy slice `program` of a chunk, and write its part of the digest.
 
-    `pages_ptr` is a pool in int64 words, `slot_ptr` a chunk [rows, ids, slice_words]. `pinned_block_ptr` has the
-    seed, the page ids, and room for a part of each program, int64. Of each page the words [first_word, first_word +
-    slice_words) are copied.
+    `pages_ptr` is a pool in int64 words, `slot_ptr` a chunk [rows, ids, page_words]. `pinned_block_ptr` has the
+    seed, the page ids, and room for a part of each program, int64.
     """
     place = tl.program_id(0).to(tl.int64)
     page = tl.load(pinned_block_ptr + 1 + place % num_ids)
-    in_pool = pages_ptr + (first_row + place // num_ids) * row_words + page * page_words + first_word
-    in_slot = slot_ptr + place * slice_words
+    in_pool = pages_ptr + (first_row + place // num_ids) * row_words + page * page_words
+    in_slot = slot_ptr + place * page_words
     if SCATTER:
         source, target = in_slot, in_pool
     else:
@@ -72,15 +70,15 @@ def copy_pages_kernel(
     high_key_W, high_step_W = _key_and_step(2 * lane_W + 1)
     products_LW = tl.zeros((BLOCK_LINES, 8), dtype=tl.int64)
     sums_LW = tl.zeros((BLOCK_LINES, 8), dtype=tl.int64)
-    for first_line in range(0, tl.cdiv(slice_words, 8), BLOCK_LINES):
+    for first_line in range(0, tl.cdiv(page_words, 8), BLOCK_LINES):
         line_L = first_line + tl.arange(0, BLOCK_LINES)
         word_LW = line_L[:, None] * 8 + tl.arange(0, 8)[None, :]
-        inside_LW = word_LW < slice_words
+        inside_LW = word_LW < page_words
         x_LW = tl.load(source + word_LW, mask=inside_LW, other=0)
         tl.store(target + word_LW, x_LW, mask=inside_LW)
         low_LW = x_LW.to(tl.int32) + (low_key_W[None, :] + line_L[:, None] * low_step_W[None, :])
         high_LW = (x_LW >> 32).to(tl.int32) + (high_key_W[None, :] + line_L[:, None] * high_step_W[None, :])
-        is_line_L = line_L * 8 < slice_words  # the words that fill up the last line count, with zeros
+        is_line_L = line_L * 8 < page_words  # the words that fill up the last line count, with zeros
         products_LW += tl.where(is_line_L[:, None], low_LW.to(tl.int64) * high_LW.to(tl.int64), 0)
         sums_LW += x_LW
     product_W = tl.sum(products_LW, axis=0)
@@ -99,24 +97,21 @@ def copy_pages(
     block: torch.Tensor,
     *,
     scatter: bool,
-    part: range | None = None,
 ) -> None:
     """Copy pages into `slot`, or `slot` into pages, on the current stream.
 
     `block`, int64, has the seed, the page ids, and room for the part that each slice has in the digest. It may be
-    pinned host memory. `part` names the bytes of each page that are copied: those of a range of heads. The pool, the
-    slot and the bounds of `part` are multiples of 8 bytes. Page ids are not checked.
+    pinned host memory. Pages are contiguous multiples of 8 bytes. Page ids are not checked.
     """
-    part = part or range(pages_RPN.shape[2])
     num_ids = (len(block) - _IDS_AT) // (1 + len(rows))
     words_RPW = pages_RPN.view(torch.int64)
-    assert part.start % WORD_NBYTES == part.stop % WORD_NBYTES == 0 and part.stop <= pages_RPN.shape[2]
-    assert slot.is_contiguous() and slot.nbytes == len(rows) * num_ids * len(part)
+    assert words_RPW.stride(1) == words_RPW.shape[2]
+    assert slot.is_contiguous() and slot.nbytes == len(rows) * num_ids * pages_RPN.shape[2]
     if not len(rows) * num_ids:
         return
     copy_pages_kernel[(len(rows) * num_ids,)](
         words_RPW, slot.view(-1).view(torch.int64), block, rows.start, num_ids,
-        words_RPW.stride(0), words_RPW.stride(1), part.start // WORD_NBYTES, len(part) // WORD_NBYTES,
+        words_RPW.stride(0), words_RPW.stride(1),
         SCATTER=scatter, BLOCK_LINES=BLOCK_LINES, **OPTIONS,
     )  # fmt: skip
 

@@ -80,8 +80,8 @@ def merge_configuration(num_heads: int, num_kv_heads: int, head_dim: int) -> Con
 
 
 def pages_configuration(*, scatter: bool) -> Configuration:
-    """`copy_pages_kernel`; pages of real models are multiples of 128 bytes, and so are ranges of heads."""
-    sizes = ("row_words", "page_words", "first_word", "slice_words")
+    """`copy_pages_kernel`; pages of real models are multiples of 128 bytes."""
+    sizes = ("row_words", "page_words")
     return Configuration(
         name=f"pages-{'scatter' if scatter else 'gather'}",
         kernel=pages.copy_pages_kernel,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.kernels.triton.pages import TritonPageMover, copy_pages
+from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.page_digest import chunk_digest
 from tests.device import device
 
@@ -70,25 +70,6 @@ def test_the_mover_copies_and_digests(shape: tuple[int, int, int], ids: list[int
         digest = mover.scatter(into, rows, ids, src, seed)
         assert torch.equal(into, before)
         assert digest == (0 if seed is None else chunk_digest(src, shape[2], seed))
-
-
-@pytest.mark.parametrize("part", [range(64), range(64, 192), range(120, 256)], ids=str)
-def test_a_range_of_heads_is_a_part_of_each_page(part: range) -> None:
-    pages_RPN, ids = random_bytes(4, 9, 256), [5, 2, 7]
-    block = torch.tensor([12345, *ids] + 2 * 3 * [0])
-    slot = torch.zeros(2 * 3 * len(part), dtype=torch.uint8)
-    copy_pages(pages_RPN, range(1, 3), slot, block, scatter=False, part=part)
-    expected = pages_RPN[1:3, ids, part.start : part.stop].contiguous()
-    assert torch.equal(slot, expected.flatten())
-    assert int(block[4:].sum()) % 2**64 == chunk_digest(expected, len(part), 12345)
-
-    into = torch.zeros_like(pages_RPN)
-    block[4:] = 0
-    copy_pages(into, range(1, 3), slot, block, scatter=True, part=part)
-    assert torch.equal(into[1:3, ids, part.start : part.stop], expected)
-    into[1:3, ids, part.start : part.stop] = 0
-    assert not into.any(), "other bytes were written"
-    assert int(block[4:].sum()) % 2**64 == chunk_digest(expected, len(part), 12345)
 
 
 def test_a_flipped_bit_anywhere_changes_the_digest() -> None:
