@@ -10,7 +10,6 @@ From `open` until the terminal event was polled, the pages belong to this side; 
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -21,8 +20,9 @@ from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.receive_loop import ReceiveLoop
 from shared.kvtransfer.receiver_peers import ReceiverPeers
+from shared.kvtransfer.side import Side
 from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveState, ReceiveTransfer
-from shared.protocol.messages import LinkReport, ReqKey
+from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
@@ -32,28 +32,18 @@ from shared.protocol.transfer_messages import (
     SenderToReceiver,
 )
 
-TICK_S = 0.01
-"""`tick` looks at deadlines no more often than this."""
-
 _Keyed = Offer | Handoff | CancelTransfer
 
 
-class KVReceiver:
+class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
     """All transfers that arrive at this node."""
 
     def __init__(self, own: Endpoint) -> None:
-        self._own = own
-        self._outbox = own.outbox
-        self._clock = own.clock
-        self._options = own.options
-        self._lock = threading.RLock()
-        self._events: list[ReceiveEvent] = []
-        self._next_tick = 0.0
-        self._closed = False
+        super().__init__(own)
         self.transfers: KeyedInbox[ReceiveTransfer, _Keyed, Done] = KeyedInbox(
             own=own, apply=self._apply, answer_late=_answer_late, node="receiving node"
         )
-        self.peers = ReceiverPeers(
+        self.peers: ReceiverPeers = ReceiverPeers(
             own,
             self._lock,
             gate=self,
@@ -62,16 +52,6 @@ class KVReceiver:
             refused=self._start_transfers,
         )
         self.links = self.peers.links
-
-    @property
-    def link_reports(self) -> tuple[LinkReport, ...]:
-        """Links that are ready for use."""
-        return self.links.reports
-
-    @property
-    def unreachable(self) -> dict[str, str]:
-        """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
-        return self.peers.table.unreachable
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(
@@ -113,28 +93,6 @@ class KVReceiver:
                 assert self.transfers.ended(key) is not None or self._closed, f"{key} was never opened"
                 return
             self._fail(transfer, reason, tell=CancelTransfer(key, reason))
-
-    def poll(self) -> list[ReceiveEvent]:
-        """Return what has ended since the last call."""
-        if not self._events:
-            return []
-        with self._lock:
-            events, self._events = self._events, []
-            return events
-
-    def tick(self) -> None:
-        """Enforce deadlines, watch peers, rebuild links. Cheap to call in every round of the loop."""
-        now = self._clock()
-        if now < self._next_tick:
-            return
-        self._next_tick = now + TICK_S
-        with self._lock:
-            if self._closed:
-                return
-            for transfer in self.transfers:
-                self._check_deadline(transfer, now)
-            self.transfers.expire(now)
-            self.peers.tick(now)
 
     def close(self) -> None:
         """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
@@ -312,8 +270,7 @@ class KVReceiver:
         if not isinstance(end, Received):
             done = Done(end.key, False, end.reason, end.corrupt)
         self.transfers.close(transfer.key, done, self._clock())
-        self._events.append(end)
-        self._own.wake()
+        self._post(end)
 
 
 def _answer_late(message: _Keyed, done: Done) -> Done | None:

@@ -10,15 +10,15 @@ From `offer` until SendEnded was polled, the caller keeps the offered pages allo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sender_peers import SenderPeers
+from shared.kvtransfer.side import Side
 from shared.kvtransfer.states import ReadyOverdue, SendEnded, SendEvent, SendState, SendTransfer
-from shared.protocol.messages import LinkReport, ReqKey
+from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
@@ -30,39 +30,19 @@ from shared.protocol.transfer_messages import (
     ReceiverToSender,
 )
 
-TICK_S = 0.01
-"""`tick` looks at deadlines no more often than this."""
-
 _Keyed = Ready | Done | CancelTransfer
 
 
-class KVSender:
+class KVSender(Side[SendTransfer, SendEvent]):
     """All transfers that leave this node."""
 
     def __init__(self, own: Endpoint) -> None:
-        self._own = own
-        self._outbox = own.outbox
-        self._clock = own.clock
-        self._options = own.options
-        self._lock = threading.RLock()
-        self._events: list[SendEvent] = []
-        self._next_tick = 0.0
-        self._closed = False
+        super().__init__(own)
         self.transfers: KeyedInbox[SendTransfer, _Keyed, CancelTransfer] = KeyedInbox(
             own=own, apply=self._apply, answer_late=_answer_late, node="sending node"
         )
-        self.peers = SenderPeers(own, self._lock, gate=self, fail_transfers=self._fail_transfers)
+        self.peers: SenderPeers = SenderPeers(own, self._lock, gate=self, fail_transfers=self._fail_transfers)
         self.links = self.peers.links
-
-    @property
-    def link_reports(self) -> tuple[LinkReport, ...]:
-        """Links that are ready for use."""
-        return self.links.reports
-
-    @property
-    def unreachable(self) -> dict[str, str]:
-        """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
-        return self.peers.table.unreachable
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(self, key: ReqKey, peer_id: str) -> None:
@@ -119,28 +99,6 @@ class KVSender:
         """Whether there is a transfer to this peer."""
         with self._lock:
             return bool(self.transfers.of_peer(peer_id))
-
-    def poll(self) -> list[SendEvent]:
-        """Return the events since the last call."""
-        if not self._events:
-            return []
-        with self._lock:
-            events, self._events = self._events, []
-            return events
-
-    def tick(self) -> None:
-        """Enforce deadlines, leases and liveness. Cheap to call in every round of the loop."""
-        now = self._clock()
-        if now < self._next_tick:
-            return
-        self._next_tick = now + TICK_S
-        with self._lock:
-            if self._closed:
-                return
-            for transfer in self.transfers:
-                self._check_deadline(transfer, now)
-            self.transfers.expire(now)
-            self.peers.tick(now)
 
     def close(self) -> None:
         """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
@@ -283,10 +241,6 @@ class KVSender:
             cancel = CancelTransfer(end.key, end.reason or "done", end.handed_off)
             self.transfers.close(transfer.key, cancel, self._clock())
             self._post(end)
-
-    def _post(self, event: SendEvent) -> None:
-        self._events.append(event)
-        self._own.wake()
 
 
 def _answer_late(message: _Keyed, cancel: CancelTransfer) -> CancelTransfer | None:
