@@ -73,7 +73,7 @@ class Fetches:
     def start(self, req: Req, source: Source, within_s: float, go_on: GoOn) -> None:
         """Fetch what `source` has of the prompt of `req`, then call `go_on`, also when the fetch fails.
 
-        `go_on` is called within `within_s` seconds, perhaps before `start` returns. If `req` is removed, it is not.
+        `go_on` is called once, within `within_s` seconds and perhaps before `start` returns, unless `req` is removed.
         """
         self._batcher.arrived(req)
         now, size = self._clock(), self._ledger.page_size
