@@ -31,6 +31,9 @@ from planner.table import print_answer
 from tests.patience import PATIENCE_S
 from tests.unit.planner.plan_rig import PROFILE, asked, planted, traffic
 
+pytestmark = pytest.mark.xdist_group("router plan")
+"""One process has the plan that several tests look at."""
+
 DRAWN = ["--rate", "2", "--prompt", "64", "--output", "5", "--requests", "20"]
 SLOS = ["--slo-ttft-ms", "500", "--slo-itl-ms", "50"]
 
