@@ -47,7 +47,7 @@ def check(router: Router, model: Path, seed: int) -> Call:
 
 
 def links(router: Router, name: str) -> list[dict[str, Any]]:
-    """Those of a node, as /fleet shows them."""
+    """Those of a node, as /fleet shows them: none while the router has no connection to it."""
     _, fleet = router.get("/fleet")
-    (found,) = [node["load"]["links"] for node in fleet["nodes"] if node["node_id"].startswith(name)]
-    return list(found)
+    (found,) = [node for node in fleet["nodes"] if node["node_id"].startswith(name)]
+    return list(found["load"]["links"]) if "load" in found else []
