@@ -25,7 +25,7 @@ from planner.simulator.node import NodeShape, SimNode
 from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
 from router.dispatch.policy import POLICIES
-from router.dispatch.start_stages import StartStage
+from router.dispatch.stages import StartStage
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 

@@ -20,7 +20,7 @@ from router.dispatch.failover import Loss
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
-from router.dispatch.start_stages import Start
+from router.dispatch.stages import Start
 from shared.errors import RequestError
 from shared.protocol.messages import (
     CacheEvents,

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import UNSET, UnsetType
 from pydantic import Field
 
-from router.dispatch.start_stages import Start, StartStage
+from router.dispatch.stages import Start, StartStage
 from router.http.answer import Answer
 from router.request.finish_reason import FinishReason
 from shared.protocol.messages import Stamp

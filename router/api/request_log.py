@@ -22,7 +22,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
-from router.dispatch.metrics import stage_durations
+from router.dispatch.stages import stages_of
 from router.http.responses import ERROR
 from router.request.finish_reason import kind_of
 from router.request.generation import Generation, GenerationGroup
@@ -158,9 +158,8 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
 
 def _queued_s(generation: Generation) -> Iterable[float]:
     """The seconds from the arrival on the node that prefilled to the first chunk, if known."""
-    stamps = generation.req.stamps
-    prefilled = {stamp.role for stamp in stamps if stamp.stage == ReqStage.PREFILLING}
-    return (s for role, stage, s in stage_durations(stamps) if stage == ReqStage.QUEUED and role in prefilled)
+    parts = (part for part in stages_of(generation.req) if part.has_begun_prefill)
+    return (seconds for part in parts for stage, seconds in part.stays if stage == ReqStage.QUEUED)
 
 
 def _finish(generation: Generation) -> str:

@@ -30,7 +30,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.request_log import group_of
-from router.dispatch.stage_spans import StageSpan, stage_spans
+from router.dispatch.stages import StageSpan, stage_spans
 from router.request.generation import Generation
 from shared.log import LimitedWarning
 

@@ -28,7 +28,7 @@ from router.dispatch.moves import Moves
 from router.dispatch.placement import Placement, Route
 from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import Aborted, Attempt, Node, RunningReq
-from router.dispatch.start_stages import measure_start
+from router.dispatch.stages import measure_start
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (

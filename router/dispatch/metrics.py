@@ -6,8 +6,6 @@ node that is gone leaves no stale figure.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TypeVar, cast
@@ -18,9 +16,9 @@ from router.dispatch.failover import Cause
 from router.dispatch.loop_histogram import LoopHistogram
 from router.dispatch.recent_traffic import RecentTraffic
 from router.dispatch.running_req import Aborted, Node, RunningReq
-from router.dispatch.start_stages import StartStage
+from router.dispatch.stages import StartStage, stages_of
 from shared.protocol.load_metrics import LoadCollector
-from shared.protocol.messages import Role, Stamp
+from shared.protocol.messages import Role
 from shared.timeline import ReqStage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -199,10 +197,11 @@ class Metrics:
         self._own(self._cached_tokens).inc(req.cached_tokens)
         if req.start is not None and req.start.slow_because is not None:
             self._slow_starts.labels(self._model_name(), "router", req.start.slow_because.value).inc()
-        for role, stage, seconds in stage_durations(req.stamps):
-            self._stages.labels(self._model_name(), role, stage).observe(seconds)
-            if (role, stage) == (Role.DECODE, ReqStage.TRANSFERRING):
-                self._own(self._kv_transfer).observe(seconds)
+        for part in stages_of(req):
+            for stage, seconds in part.stays:
+                self._stages.labels(self._model_name(), part.node.role, stage).observe(seconds)
+                if (part.node.role, stage) == (Role.DECODE, ReqStage.TRANSFERRING):
+                    self._own(self._kv_transfer).observe(seconds)
 
     def _counter(self, name: str, description: str) -> Counter:
         return Counter(name, description, ("model_name", "role"), registry=self._registry)
@@ -218,14 +217,3 @@ class Metrics:
             if self._model_name():  # from now on it does not change
                 self._children[family] = child
         return cast("F", child)
-
-
-def stage_durations(stamps: Sequence[Stamp]) -> list[tuple[str, str, float]]:
-    """Role, stage, and seconds in that stage. Clocks of two nodes are never compared."""
-    durations: list[tuple[str, str, float]] = []
-    of_role: dict[str, list[Stamp]] = defaultdict(list)
-    for stamp in stamps:
-        of_role[stamp.role].append(stamp)
-    for own in of_role.values():
-        durations += [(a.role, a.stage, max(0.0, b.time - a.time)) for a, b in itertools.pairwise(own)]
-    return durations

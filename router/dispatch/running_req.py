@@ -11,7 +11,7 @@ import msgspec
 
 from router.dispatch.failover import Failover, Numerics
 from router.dispatch.prefix_index import PrefixIndex
-from router.dispatch.start_stages import Start
+from router.dispatch.stages import Start
 from router.dispatch.token_order import TokenOrder
 from shared.errors import RequestError
 from shared.protocol.logprobs import Logprobs, TokenLogprobs

@@ -18,7 +18,7 @@ from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCos
 from planner.simulate import Bottleneck, Run, fleet_shape, simulate
 from planner.simulator.fleet import SimFleet
 from planner.traffic.trace import SimRequest
-from router.dispatch.start_stages import StartStage
+from router.dispatch.stages import StartStage
 from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 from tests.sim.workloads import unrelated

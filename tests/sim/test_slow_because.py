@@ -12,7 +12,7 @@ from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape, SimNode
 from planner.traffic.trace import SimRequest
 from router.dispatch.running_req import RunningReq
-from router.dispatch.start_stages import Start, StartStage
+from router.dispatch.stages import Start, StartStage
 from shared.protocol.messages import Role
 from shared.scheduling.plan import ScheduleBatch
 

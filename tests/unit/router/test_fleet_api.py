@@ -14,7 +14,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.dispatch.metrics import stage_durations
 from router.http.config import FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology
 from router.nodes.liveness import Liveness
@@ -31,7 +30,6 @@ from shared.protocol.messages import (
     Pong,
     Prefill,
     Role,
-    Stamp,
     StartProfile,
     StopProfile,
 )
@@ -233,12 +231,6 @@ def test_metrics(model_folder: Path) -> None:
             await eventually(forgotten)
 
     asyncio.run(run())
-
-
-def test_stages_of_two_clocks_are_not_mixed() -> None:
-    stamps = [Stamp("p", "queued", 5.0), Stamp("d", "queued", 1.0), Stamp("p", "prefilling", 7.0)]
-    stamps += [Stamp("d", "decoding", 1.25)]
-    assert stage_durations(stamps) == [("p", "queued", 2.0), ("d", "queued", 0.25)]
 
 
 async def say(socket: zmq.asyncio.Socket, message: Announcement) -> None:

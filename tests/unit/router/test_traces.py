@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from router.api.traces import Traces
 from router.dispatch.running_req import Attempt, RunningReq
-from router.dispatch.stage_spans import StageSpan, stage_spans
+from router.dispatch.stages import StageSpan, stage_spans
 from router.http.config import HttpOptions
 from router.server import open_traces
 from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport, Role, Stamp, Work

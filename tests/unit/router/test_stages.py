@@ -10,7 +10,7 @@ import pytest
 
 from router.dispatch.dispatcher import Loss
 from router.dispatch.running_req import RunningReq
-from router.dispatch.start_stages import Start, StartStage
+from router.dispatch.stages import Start, StartStage
 from shared.protocol.messages import (
     Finish,
     Load,
