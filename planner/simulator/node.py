@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +11,16 @@ from planner.cost_model import CostModel
 from planner.simulator.engine import sim_engine
 from planner.simulator.events import EventLoop, NodeClock
 from planner.simulator.runner import SimStream, TokenOf
-from planner.simulator.transport import SimReceiver, SimSender, Transport
+from planner.simulator.transport import SimSides, Transport
 from prefill_node.scheduler import PrefillScheduler
 from router.dispatch.prefix_index import PrefixIndex
 from shared.config import CacheOptions, ModelOptions, NetOptions, NodeConfig, ScheduleOptions
 from shared.engine.loop_parts import NodeParts
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit_idle
-from shared.kvtransfer.sides import TransferSides
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Decode,
-    LinkReport,
     Load,
     NodeHello,
     NodeRef,
@@ -86,24 +84,6 @@ class _Outbox:
         self._node.say(message)
 
 
-class _Peering:
-    """Any node can reach any other at once; a link is reported from its first use on."""
-
-    def __init__(self, sender: SimSender) -> None:
-        self._sender = sender
-
-    def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
-        """Nothing to do."""
-
-    def ensure(self, node: NodeRef) -> None:
-        """Report a link."""
-        self._sender.links.setdefault(node.incarnation, LinkReport(node.incarnation, False, "sim"))
-
-    @property
-    def unreachable(self) -> dict[str, str]:
-        return {}
-
-
 class SimNode:
     """Stands for a node on both ends: it runs the scheduler, and the dispatcher sees it as its `Node`."""
 
@@ -158,18 +138,16 @@ class SimNode:
         self.vitals.audits = audits
         hello = NodeHello(self.ref, role, engine.layout, self.limits, {}, PROTOCOL_VERSION)
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
-        self.sender = SimSender(name, transport, self.clock, self.wake)
-        self.receiver = SimReceiver(name, transport, self.clock, self.wake, shape.page_size)
+        self.sides = SimSides(self.ref, engine.layout, transport, self.clock, self.wake)
         parts = NodeParts(
             config=config,
             engine=engine,
-            transfer=TransferSides(self.sender, _Peering(self.sender), self.receiver),  # type: ignore[arg-type]
+            transfer=self.sides,  # type: ignore[arg-type]
             router_port=self._port,
             vitals=self.vitals,
             wake=wake,  # type: ignore[arg-type]
         )
         self.scheduler: Any = (PrefillScheduler if role is Role.PREFILL else DecodeScheduler)(parts)
-        transport.join(name, self.sender, self.receiver)
         self.send(RouterHello(ROUTER, PROTOCOL_VERSION))
 
     # ------------------------------------------------------------------------------------- the thread
@@ -181,11 +159,6 @@ class SimNode:
         """It is gone at once, in the middle of whatever it did."""
         self.alive = False
         self._transport.kill(self.ref.node_id)
-
-    @property
-    def sides(self) -> tuple[SimSender | SimReceiver, ...]:
-        """Of the transfer."""
-        return self.sender, self.receiver
 
     def _step_at(self, time: float) -> None:
         if self._next_step_at is None or time < self._next_step_at:

@@ -1,35 +1,52 @@
-"""KV transfer without bytes: the real state machines of both ends over links with bandwidth, latency and faults.
+"""The wires of the simulation: the real KVSender and KVReceiver of every node, over links that carry no bytes.
 
-Replaces `KVSender` and `KVReceiver` (links, staging slots, grants, leases: tested over `FakeNetwork`) towards
-the two schedulers. `shared.kvtransfer.states` decides what a transfer is, when it is complete and how it ends.
-A node's network card sends, and receives, one range of pages at a time, first come first served.
+    SimNode.sides ──messages──▶ Transport ──after their latency──▶ the other side
+          └───── SimLink ──────▶ both network cards, when it is their turn ──▶ the peer's SimLink
+
+What transfers and links are, grants and staging slots included, is the code that serves. The time of pages covers the
+messages of their link (offers, grants), since it is measured from the offer until all pages have come. A node's
+network card sends, and receives, one range of pages at a time, first come first served. Nothing falls silent here: a
+death is always noticed, so no deadline of a transfer passes.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from planner.simulator.events import EventLoop, NodeClock
-from shared.errors import TransferError
-from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.states import (
-    ReadyOverdue,
-    Received,
-    ReceiveEvent,
-    ReceiveFailed,
-    ReceiveTransfer,
-    SendEnded,
-    SendEvent,
-    SendState,
-    SendTransfer,
-)
-from shared.protocol.messages import LinkReport, ReqKey
-from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, Ready
+from shared.config import TransferOptions
+from shared.errors import LinkError
+from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.transports.choice import Transports
+from shared.kvtransfer.transports.common import RingArrival, receive_into
+from shared.protocol.messages import KVLayout, NodeRef, ReqKey
+from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, PeerLeft, Place, Ready
 
-Message = Ready | Offer | Handoff | Done | CancelTransfer
+OPTIONS = TransferOptions(
+    ready_timeout_s=math.inf,
+    connect_timeout_s=math.inf,
+    offer_timeout_s=math.inf,
+    transfer_timeout_s=math.inf,
+    lease_s=math.inf,
+    ping_s=math.inf,
+    peer_timeout_s=math.inf,
+)
+MAX_PAGES = 1 << 20
+"""Of a chunk: what is offered at once travels as one."""
+TIMED = Ready | Handoff | Done | CancelTransfer
+"""Messages that take their latency; the others are those of a link."""
+OF_A_TRANSFER = Offer | TIMED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,31 +73,29 @@ class Transport:
         self.model = model
         self.random = random.Random(seed)
         self.nbytes = 0
-        self._page_nbytes = page_nbytes
-        self._senders: dict[str, SimSender] = {}
-        self._receivers: dict[str, SimReceiver] = {}
+        self.page_nbytes = page_nbytes
+        self.links: defaultdict[str, dict[int, SimLink]] = defaultdict(dict)
+        """Both ends of each link, by its name and their rank."""
+        self._sides: dict[str, SimSides] = {}
         self._last_arrival: dict[tuple[str, str], float] = defaultdict(float)
         self._egress_free: dict[str, float] = defaultdict(float)
         self._ingress_free: dict[str, float] = defaultdict(float)
         self._egress_busy_s: dict[str, float] = defaultdict(float)
         self._ingress_busy_s: dict[str, float] = defaultdict(float)
 
-    def join(self, name: str, sender: SimSender, receiver: SimReceiver) -> None:
+    def join(self, sides: SimSides) -> None:
         """A node is there."""
-        self._senders[name] = sender
-        self._receivers[name] = receiver
+        self._sides[sides.name] = sides
 
     def kill(self, name: str) -> None:
         """A node is gone with all it held; the others notice one by one."""
-        del self._senders[name], self._receivers[name]
-        for other in self._senders:
-            notice = self.loop.now + self.draw(self.model.notice_s)
-            self.loop.at(notice, self._senders[other].on_disconnected, name)
-            self.loop.at(notice, self._receivers[other].on_disconnected, name)
+        del self._sides[name]
+        for other in list(self._sides.values()):
+            self.loop.at(self.loop.now + self.draw(self.model.notice_s), other.lose, name)
 
     def lives(self, name: str) -> bool:
         """False once it was killed."""
-        return name in self._senders
+        return name in self._sides
 
     def deliver(self, at: float, sender: str, to: str, run: Callable[..., None], *args: object) -> None:
         """Call `run` when a message sent at `at` arrives, in order with the others of this pair."""
@@ -90,13 +105,22 @@ class Transport:
             arrival = self._last_arrival[pair] = max(arrival, self._last_arrival[pair])
         self.loop.at(arrival, run, *args)
 
-    def send(self, at: float, origin: _Side, to: str, message: Message) -> None:
-        """A control message between two nodes, from one side of a transfer to the other."""
-        self.deliver(at, origin.name, to, self._hand_over, origin, to, message)
+    def send(self, at: float, sender: str, to: str, message: Any, *, by_sender: bool) -> None:
+        """A message between two nodes, of the sending side of one to the receiving side of the other or back."""
+        if isinstance(message, TIMED):
+            self.deliver(at, sender, to, self._hand_over, sender, to, message, by_sender)
+        else:
+            self.loop.at(at, self._hand_over, sender, to, message, by_sender)
 
-    def send_pages(self, at: float, sender: str, to: str, offer: Offer) -> None:
-        """The pages of an offer; both cards are taken when their turn has come."""
-        self.loop.at(at, self._start_pages, sender, to, offer)
+    def start_pages(self, sender: str, to: str, nbytes: int) -> tuple[float, float]:
+        """Pages that leave now: when the cards will have sent them, and when they will be there."""
+        start = max(self.loop.now, self._egress_free[sender], self._ingress_free[to])
+        end = start + nbytes / self.model.bandwidth_bytes_s
+        self._egress_free[sender] = self._ingress_free[to] = end
+        self._egress_busy_s[sender] += end - start
+        self._ingress_busy_s[to] += end - start
+        latency_s = self.model.pages_latency_s
+        return end, end + (self.draw(self.model.latency_s) if latency_s is None else latency_s)
 
     @property
     def most_busy_s(self) -> float:
@@ -111,324 +135,215 @@ class Transport:
         """A duration."""
         return bounds[0] if bounds[0] == bounds[1] else self.random.uniform(*bounds)
 
-    def _start_pages(self, sender: str, to: str, offer: Offer) -> None:
-        nbytes = offer.num_pages * self._page_nbytes
-        start = max(self.loop.now, self._egress_free[sender], self._ingress_free[to])
-        end = start + nbytes / self.model.bandwidth_bytes_s
-        self._egress_free[sender] = self._ingress_free[to] = end
-        self._egress_busy_s[sender] += end - start
-        self._ingress_busy_s[to] += end - start
-        self.loop.at(end, self._sent, sender, offer, nbytes)
-        latency_s = self.model.pages_latency_s
-        if latency_s is None:
-            latency_s = self.draw(self.model.latency_s)
-        self.loop.at(end + latency_s, self._arrive, sender, to, offer, nbytes)
-
-    def _sent(self, sender: str, offer: Offer, nbytes: int) -> None:
-        if sender in self._senders:
-            self._senders[sender].on_sent(offer, nbytes)
-
-    def _arrive(self, sender: str, to: str, offer: Offer, nbytes: int) -> None:
-        receiver = self._receivers.get(to)
-        if receiver is not None and sender in self._senders:
-            self.nbytes += nbytes
-            receiver.on_pages(sender, offer, nbytes)
-
-    def _hand_over(self, origin: _Side, to: str, message: Message) -> None:
-        side = self._receivers.get(to) if isinstance(origin, SimSender) else self._senders.get(to)
-        if side is not None:
-            side.on_message(origin.name, message)
-
-
-class _Side:
-    """What both ends share: their name, their clock, messages that came too early, and events for the scheduler."""
-
-    def __init__(self, name: str, transport: Transport, clock: NodeClock, wake: Callable[[], None]) -> None:
-        self.name = name
-        self._transport = transport
-        self._clock = clock
-        self._wake = wake
-        self._early: dict[ReqKey, list[Message]] = {}
-        self._over: dict[ReqKey, str] = {}
-        self.links: dict[str, LinkReport] = {}
-        self.unreachable: dict[str, str] = {}
-
-    @property
-    def link_reports(self) -> tuple[LinkReport, ...]:
-        return tuple(self.links.values())
-
-    def tick(self) -> None:
-        """Deadlines are not modelled: what is lost here is always noticed."""
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    def on_message(self, peer: str, message: Message) -> None:
-        raise NotImplementedError
-
-    def on_disconnected(self, peer: str) -> None:
-        raise NotImplementedError
-
-    def _send(self, peer: str, message: Message) -> None:
-        self._transport.send(self._clock(), self, peer, message)
-
-    def _is_early(self, peer: str, message: Message) -> bool:
-        """Keep a message of a key that is not open yet; answer one of a key that has ended."""
-        if message.key not in self._over:
-            self._early.setdefault(message.key, []).append(message)
-        elif isinstance(message, Ready | Offer):
-            self._send(peer, CancelTransfer(message.key, self._over[message.key]))
-        return True
-
-    def _check_alive(self, peer: str) -> None:
-        transport = self._transport
-        if not transport.lives(peer):
-            at = self._clock() + transport.draw(transport.model.notice_s)
-            transport.loop.at(at, self.on_disconnected, peer)
-
-
-class SimSender(_Side):
-    """A KVSender towards its scheduler."""
-
-    def __init__(self, name: str, transport: Transport, clock: NodeClock, wake: Callable[[], None]) -> None:
-        super().__init__(name, transport, clock, wake)
-        self._transfers: dict[ReqKey, SendTransfer] = {}
-        self._events: list[SendEvent] = []
-
-    @property
-    def num_transfers(self) -> int:
-        """Opened keys without a terminal event."""
-        return len(self._transfers)
-
-    def open(self, key: ReqKey, peer_id: str) -> None:
-        """As KVSender does."""
-        assert key not in self._transfers and key not in self._over, f"{key} opened twice"
-        self._transfers[key] = SendTransfer(key, peer_id, 1, self._clock(), None)
-        self._check_alive(peer_id)
-        for message in self._early.pop(key, ()):
-            self.on_message(peer_id, message)
-
-    def offer(self, key: ReqKey, page_ids: Sequence[int]) -> None:
-        """As KVSender does."""
-        transfer = self._transfers.get(key)
-        if transfer is None or transfer.state is SendState.ENDED or not page_ids:
+    def _hand_over(self, sender: str, to: str, message: Any, by_sender: bool) -> None:
+        sides = self._sides.get(to)
+        if sides is None or sender not in self._sides:
             return
-        offer = Offer(key, transfer.offer(list(page_ids), self._clock()), len(page_ids))
-        if self._breaks(transfer):
-            return
-        self._send(transfer.peer_id, offer)
-        self._transport.send_pages(self._clock(), self.name, transfer.peer_id, offer)
-
-    def handoff(self, key: ReqKey, handoff: Handoff) -> None:
-        """As KVSender does."""
-        transfer = self._transfers.get(key)
-        if transfer is None or transfer.state is SendState.ENDED or self._breaks(transfer):
-            return
-        transfer.handoff(handoff.total_pages, self._clock())
-        self._send(transfer.peer_id, handoff)
-
-    def cancel(self, key: ReqKey, reason: str) -> None:
-        """As KVSender does."""
-        transfer = self._transfers.get(key)
-        if transfer is not None:
-            self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
-
-    def tick(self) -> None:
-        """Of all deadlines only that of Ready is modelled, since what a node computes depends on it."""
-        now = self._clock()
-        self._events += [ReadyOverdue(t.key) for t in self._transfers.values() if t.becomes_overdue(now)]
-
-    def poll(self) -> list[SendEvent]:
-        """Only now may the scheduler let go of what has ended."""
-        events, self._events = self._events, []
-        for event in events:
-            if isinstance(event, SendEnded):
-                del self._transfers[event.key]
-                self._over[event.key] = event.reason
-        return events
-
-    def on_message(self, peer: str, message: Message) -> None:
-        """A receiver has said something."""
-        transfer = self._transfers.get(message.key)
-        if transfer is None:
-            self._is_early(peer, message)
-            return
-        match message:
-            case Ready():
-                if transfer.ready(message.prefix_pages) and not self._breaks(transfer):
-                    self._post(message)
-            case Done(ok=ok, reason=reason):
-                self._end(transfer, ok=ok, reason=reason)
-            case CancelTransfer(reason=reason):
-                self._end(transfer, ok=False, reason=f"cancelled by the decode node: {reason}")
-
-    def num_pages_sent(self, key: ReqKey) -> tuple[int, int]:
-        """As KVSender does."""
-        transfer = self._transfers.get(key)
-        if transfer is None or transfer.state is SendState.ENDED:
-            return 0, 1
-        return transfer.num_pages_sent, len(transfer.page_ids)
-
-    def on_sent(self, offer: Offer, nbytes: int) -> None:
-        """The pages of an offer have left, if its transfer has not ended."""
-        transfer = self._transfers.get(offer.key)
-        chunk = Chunk(offer.first_page, offer.num_pages, 0, 1)
-        if transfer is not None and transfer.begin_gather(chunk) is not None:
-            transfer.end_gather(chunk, nbytes, self._clock())
-
-    def break_off(self, key: ReqKey) -> None:
-        """A fault: the link of this transfer breaks now."""
-        transfer = self._transfers.get(key)
-        if transfer is not None:
-            reason = "the link broke (prefill node)"
-            self._end(transfer, ok=False, reason=reason, tell=CancelTransfer(key, reason))
-
-    def on_disconnected(self, peer: str) -> None:
-        """A receiver is gone."""
-        self.links.pop(peer, None)
-        for transfer in list(self._transfers.values()):
-            if transfer.peer_id == peer:
-                self._end(transfer, ok=False, reason="the decode node is gone")
-
-    def _breaks(self, transfer: SendTransfer) -> bool:
-        if not self._transport.breaks():
-            return False
-        self.break_off(transfer.key)
-        return True
-
-    def _end(
-        self, transfer: SendTransfer, *, ok: bool, reason: str, tell: CancelTransfer | None = None
-    ) -> None:
-        if transfer.end(ok=ok, reason=reason, now=self._clock()):
-            if tell is not None:
-                self._send(transfer.peer_id, tell)
-            ended = transfer.take_end()
-            assert ended is not None
-            self._post(ended)
-
-    def _post(self, event: SendEvent) -> None:
-        self._events.append(event)
-        self._wake()
+        if isinstance(message, OF_A_TRANSFER) and self.breaks():
+            sides.break_off(message.key)
+        (sides.receiver if by_sender else sides.sender).on_message(sender, message)
+        sides.step_links()
 
 
-class SimReceiver(_Side):
-    """A KVReceiver towards its scheduler."""
+class SimSides:
+    """Both sides of the transfer of one node, the data threads of its links, and its dials (a `TransferSides`)."""
 
     def __init__(
         self,
-        name: str,
+        node: NodeRef,
+        layout: KVLayout,
         transport: Transport,
         clock: NodeClock,
         wake: Callable[[], None],
-        page_size: int,
     ) -> None:
-        super().__init__(name, transport, clock, wake)
-        self._page_size = page_size
-        self._transfers: dict[ReqKey, ReceiveTransfer] = {}
-        self._events: list[ReceiveEvent] = []
+        self.name = node.incarnation
+        self.peering = self
+        self.unreachable: dict[str, str] = {}
+        self._transport = transport
+        self._links: list[Stepped] = []
+        self._dialled: set[str] = set()
+
+        def endpoint(*, by_sender: bool) -> Endpoint:
+            return Endpoint(
+                node=node,
+                layout=layout,
+                pages=_Pages(transport.page_nbytes),
+                outbox=_Outbox(transport, self.name, clock, by_sender),
+                transports=Transports({"sim": self}, slot_nbytes=MAX_PAGES * transport.page_nbytes),
+                clock=clock,
+                options=OPTIONS,
+                wake=wake,
+            )
+
+        self.sender = KVSender(endpoint(by_sender=True))
+        self.receiver = KVReceiver(endpoint(by_sender=False))
+        transport.join(self)
 
     @property
-    def num_transfers(self) -> int:
-        """Opened keys without a terminal event."""
-        return len(self._transfers)
-
-    def open(
-        self,
-        key: ReqKey,
-        peer_id: str,
-        page_ids: Sequence[int],
-        prefix_pages: int,
-        num_known: int | None = None,
-    ) -> None:
-        """As KVReceiver does."""
-        assert key not in self._transfers and key not in self._over, f"{key} opened twice"
-        transfer = ReceiveTransfer(
-            key, peer_id, list(page_ids), prefix_pages, 1, self._page_size, 0.0, num_known
-        )
-        self._transfers[key] = transfer
-        transfer.start(0.0)
-        self._check_alive(peer_id)
-        early = self._early.pop(key, ())
-        if not early:
-            self._send(peer_id, transfer.ready)
-        for message in early:
-            self.on_message(peer_id, message)
-
-    def cancel(self, key: ReqKey, reason: str) -> None:
-        """As KVReceiver does."""
-        transfer = self._transfers.get(key)
-        if transfer is not None and transfer.fail(reason, by_peer=False):
-            self._send(transfer.peer_id, CancelTransfer(key, reason))
-            self._post(transfer)
-
-    def poll(self) -> list[ReceiveEvent]:
-        """What has ended since the last call."""
-        events, self._events = self._events, []
-        for event in events:
-            del self._transfers[event.key]
-            self._over[event.key] = event.reason if isinstance(event, ReceiveFailed) else "done"
-        return events
-
-    def on_message(self, peer: str, message: Message) -> None:
-        """A sender has said something."""
-        transfer = self._transfers.get(message.key)
-        if transfer is None:
-            self._is_early(peer, message)
-            return
-        if self._breaks(transfer):
-            return
-        try:
-            match message:
-                case Offer():
-                    transfer.offered(message.first_page, message.num_pages, self._clock())
-                case Handoff():
-                    transfer.handed_off(message)
-                    self._settle(transfer)
-                case CancelTransfer(reason=reason):
-                    if transfer.fail(reason, by_peer=True):
-                        self._post(transfer)
-        except TransferError as error:
-            self._fail(transfer, str(error))
-
-    def on_pages(self, peer: str, offer: Offer, nbytes: int) -> None:
-        """The pages of an offer are here; they are dropped when the transfer has ended."""
-        transfer = self._transfers.get(offer.key)
-        chunk = Chunk(offer.first_page, offer.num_pages, 0, 1)
-        if transfer is None or self._breaks(transfer) or transfer.begin_scatter(chunk) is None:
-            return
-        transfer.end_scatter(chunk, nbytes, self._clock())
-        self._settle(transfer)
-
-    def on_disconnected(self, peer: str) -> None:
-        """A sender is gone."""
-        for transfer in list(self._transfers.values()):
-            if transfer.peer_id == peer and transfer.fail("the prefill node is gone", by_peer=False):
-                self._post(transfer)
+    def is_empty(self) -> bool:
+        """There is no transfer."""
+        return not len(self.sender.transfers) and not len(self.receiver.transfers)
 
     def break_off(self, key: ReqKey) -> None:
-        """A fault: the link of this transfer breaks now."""
-        transfer = self._transfers.get(key)
-        if transfer is not None:
-            self._fail(transfer, "the link broke (decode node)")
+        """A fault: a transfer breaks here."""
+        if self.sender.transfers.get(key) is not None:
+            self.sender.cancel(key, "the link broke (prefill node)")
+        self.receiver.refused(key, "the link broke (decode node)")
 
-    def _settle(self, transfer: ReceiveTransfer) -> None:
-        if transfer.complete():
-            self._send(transfer.peer_id, Done(transfer.key, ok=True))
-            self._post(transfer)
+    def lose(self, peer: str) -> None:
+        """A peer is gone, which this node notices now."""
+        self._dialled.discard(peer)
+        self.sender.on_disconnected(peer, "the decode node is gone")
+        self.receiver.on_message(peer, PeerLeft())
+        self.step_links()
 
-    def _breaks(self, transfer: ReceiveTransfer) -> bool:
-        if not self._transport.breaks():
-            return False
-        self.break_off(transfer.key)
+    # ----------------------------------------------------------------------------------------- Peering
+    def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
+        """A node dials those that it is to send to, when it first hears of that."""
+
+    def ensure(self, node: NodeRef) -> None:
+        """Dial a node that lives; the connection is there at once."""
+        if node.incarnation not in self._dialled and self._transport.lives(node.incarnation):
+            self._dialled.add(node.incarnation)
+            self.sender.on_connected(node.incarnation)
+
+    # ------------------------------------------------------------------------------------- LinkFactory
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        """None: any two nodes can have a link."""
+
+    def drive(self, name: str, loop: Stepped) -> Driver:
+        """Step the loop whenever something has happened at this node."""
+        self._links.append(loop)
+        self._transport.loop.at(self._transport.loop.now, self.step_links)
+        return _Stays()
+
+    def new_copier(self, name: str) -> Copier:
+        """One that copies at once."""
+        return _Copier()
+
+    def new_slot(self, nbytes: int) -> Slot:
+        """A size without memory."""
+        return Slot(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
+        """This end of a link, once the other one is there too."""
+        ends = self._transport.links[spec.name]
+        ends.setdefault(spec.rank, SimLink(self, self._transport, spec))
+        other = ends.get(1 - spec.rank)
+        if other is None:
+            return None
+        self._transport.loop.at(self._transport.loop.now, other.sides.step_links)
+        return ends[spec.rank]
+
+    def step_links(self) -> None:
+        """What the data threads do, until they wait."""
+        for link in self._links:
+            while not link.finished and link.step(block=False):
+                pass
+        self._links = [link for link in self._links if not link.finished]
+
+
+class SimLink:
+    """One end of a link. A send leaves when the cards have sent it; its receive is done when it is there."""
+
+    def __init__(self, sides: SimSides, transport: Transport, spec: LinkSpec) -> None:
+        self.sides = sides
+        self.max_arrivals = OPTIONS.num_slots
+        self.is_aborted = False
+        self._transport = transport
+        self._name, self._peer_rank = spec.name, 1 - spec.rank
+        self._ring = SlotRing(OPTIONS.num_slots, spec.slot_nbytes, sides.new_slot)
+        self._receives: dict[int, _Op] = {}
+
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> _Op:
+        """As pages that take the time of both cards."""
+        transport, peer, op = self._transport, self._transport.links[self._name][self._peer_rank], _Op(self)
+        sent_at, there_at = transport.start_pages(self.sides.name, peer.sides.name, nbytes)
+        transport.loop.at(sent_at, op.finish, b"")
+        transport.loop.at(there_at, self._arrive, peer, seq, header, nbytes)
+        return op
+
+    def recv(self, nbytes: int, seq: int) -> RingArrival:
+        """Wait for a message."""
+        op = self._receives[seq] = _Op(self)
+        return receive_into(self._ring, lambda slot: op)
+
+    def abort(self) -> None:
+        """Nothing arrives any more, at either end."""
+        self.is_aborted = True
+        self._transport.links.pop(self._name, None)
+
+    def close(self) -> None:
+        """Let go of the slots."""
+        self._ring.close()
+
+    def _arrive(self, peer: SimLink, seq: int, header: bytes, nbytes: int) -> None:
+        transport = self._transport
+        if self.is_aborted or peer.is_aborted or not transport.lives(self.sides.name):
+            return
+        if transport.lives(peer.sides.name):
+            transport.nbytes += nbytes
+            peer._receives.pop(seq).finish(header)
+
+
+class _Op:
+    """A send or a receive."""
+
+    def __init__(self, link: SimLink) -> None:
+        self.header = b""
+        self._link = link
+        self._done = False
+
+    def finish(self, header: bytes) -> None:
+        """It has left, or come."""
+        self.header, self._done = header, True
+        self._link.sides.step_links()
+
+    def wait(self, *, block: bool) -> bool:
+        """Whether it has; of an aborted link, never."""
+        if not self._done and self._link.is_aborted:
+            raise LinkError("the link is gone")
+        return self._done
+
+
+@dataclass(frozen=True)
+class _Outbox:
+    """What one side of a node says to its peers."""
+
+    transport: Transport
+    name: str
+    clock: NodeClock
+    by_sender: bool
+
+    def send(self, to: str, message: Any) -> None:
+        self.transport.send(self.clock(), self.name, to, message, by_sender=self.by_sender)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages without content, so that all have one digest."""
+
+    page_nbytes: int
+
+    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
+        return num_pages * num_layers * self.page_nbytes
+
+    def gather(
+        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
+    ) -> int:
+        return 0
+
+    scatter = gather
+
+
+class _Copier:
+    def submit(self, copy: Callable[[], None], /) -> None:
+        copy()
+
+    def shutdown(self, wait: bool = True) -> None:
+        return
+
+
+class _Stays:
+    def join(self, timeout_s: float) -> bool:
         return True
-
-    def _fail(self, transfer: ReceiveTransfer, reason: str) -> None:
-        if transfer.fail(reason, by_peer=False):
-            self._send(transfer.peer_id, Done(transfer.key, ok=False, reason=reason))
-            self._post(transfer)
-
-    def _post(self, transfer: ReceiveTransfer) -> None:
-        event = transfer.take_end()
-        assert isinstance(event, Received | ReceiveFailed)
-        self._events.append(event)
-        self._wake()

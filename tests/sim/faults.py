@@ -13,7 +13,7 @@ from shared.timeline import ReqStage
 
 def is_empty(node: SimNode) -> bool:
     """It holds no request and no transfer."""
-    return not node.scheduler.reqs and not any(side.num_transfers for side in node.sides)
+    return not node.scheduler.reqs and node.sides.is_empty
 
 
 class Place(StrEnum):
@@ -98,8 +98,7 @@ class Saboteur:
             case Fault.STOP if outcome.req is not None:
                 fleet.dispatcher.stop(outcome.req, outcome.num_tokens)
             case Fault.BREAK:
-                for side in node.sides:
-                    side.break_off(key)
+                node.sides.break_off(key)
             case Fault.FORWARD:
                 node.stream.fail_next = True
             case Fault.KILL:
