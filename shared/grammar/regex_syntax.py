@@ -85,9 +85,10 @@ def as_written_for_xgrammar(regex: str, *, in_json: bool) -> str:
         if kind == "atom":
             is_literal = in_json and len(text) == 1 and text > "~"
             text = _member_of_json(text) if is_literal else text.replace(r"\x", r"\u00")
-        parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
         if kind == "repeat" and in_json:
-            parts.append("(?:)")  # else XGrammar enters the repetition from behind in (ab+)? and in a|a{1,2}
+            # XGrammar ends behind the a of (a*b)?, and enters the repetition from behind in (ab+)? and in a|a{1,2}.
+            text = re.sub(r"^\?", "{0,1}", text) + "(?:)"
+        parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
         depth += {"open": 1, "close": -1}.get(kind, 0)
         at, before = part.end(), kind
     return "".join(parts)
