@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from shared import log
+from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
 from shared.kvtransfer.links import Endpoint, Links
 from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.transfer_messages import LinkLost, PeerPing, PeerPong, StoreSet
 
 PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
 State = TypeVar("State")
+Loop = TypeVar("Loop", bound=LinkLoop)
 
 
 @dataclass(slots=True)
@@ -28,34 +31,38 @@ class Peer(Generic[State]):
     silent: bool = False
 
 
-class PeerTable(Generic[State]):
-    """The peers by their ids. Used under the lock of the side, which `unreachable` takes."""
+class Peers(ABC, Generic[State, Loop]):
+    """The peers of one side by their ids, and the links to them: what `SenderPeers` and `ReceiverPeers` share.
 
-    def __init__(self, *, lock: threading.RLock, links: Links[Any], own: Endpoint) -> None:
-        self._lock = lock
-        self._links = links
+    Used under the lock of the side, which `unreachable` and the properties of `links` take.
+    """
+
+    def __init__(self, own: Endpoint, lock: threading.RLock, *, rank: int) -> None:
+        self._own = own
         self._outbox = own.outbox
         self._options = own.options
+        self._lock = lock
         self._peers: dict[str, Peer[State]] = {}
         self._ping_seq = 0
+        self.links: Links[Loop] = Links(rank=rank, lock=lock, own=own, on_dead=self._link_died)
 
     def __contains__(self, peer_id: str) -> bool:
         return peer_id in self._peers
+
+    @abstractmethod
+    def _link_died(self, worker: LinkWorker, reason: str) -> None:
+        """A link is dead, and what used it fails."""
 
     @property
     def ids(self) -> list[str]:
         """Of all peers."""
         return list(self._peers)
 
-    def add(self, peer_id: str, state: State, now: float) -> Peer[State]:
+    def _add(self, peer_id: str, state: State, now: float) -> Peer[State]:
         """A peer that is heard now; it takes the place of one of the same id."""
         heartbeat = Heartbeat(self._options.ping_s, self._options.peer_timeout_s, now)
         peer = self._peers[peer_id] = Peer(peer_id, heartbeat, state)
         return peer
-
-    def get(self, peer_id: str) -> Peer[State] | None:
-        """The peer, if its connection is up."""
-        return self._peers.get(peer_id)
 
     def refusal(self, peer_id: str) -> str | None:
         """Why this node and the peer can exchange no pages, if they cannot."""
@@ -70,15 +77,11 @@ class PeerTable(Generic[State]):
             peer.silent = False
         return peer is not None
 
-    def remove(self, peer_id: str) -> bool:
-        """Forget a peer; False when it is not there."""
-        return self._peers.pop(peer_id, None) is not None
-
     def clear(self) -> None:
         """Forget all peers, whose links have ended."""
         self._peers.clear()
 
-    def tick(self, now: float) -> Iterator[tuple[Peer[State], str | None]]:
+    def _watch(self, now: float) -> Iterator[tuple[Peer[State], str | None]]:
         """Ping each peer that is due, and end the link of each that is silent.
 
         Yields every peer, with the reason why its transfers fail if it has just been found silent (again).
@@ -90,19 +93,19 @@ class PeerTable(Generic[State]):
                     log.warn("peer_silent", peer=peer.peer_id)
                 peer.silent = True
                 reason = f"silent for {self._options.peer_timeout_s:g} s"
-                self._links.fail_peer(peer.peer_id, reason)
+                self.links.fail_peer(peer.peer_id, reason)
             if peer.heartbeat.ping_due(now):
                 self._ping_seq += 1
                 self._outbox.send(peer.peer_id, PeerPing(self._ping_seq))
             yield peer, reason
 
-    def handle(self, peer: Peer[State], message: PeerMessage) -> None:
+    def _take(self, peer: Peer[State], message: PeerMessage) -> None:
         """A message about the peer or its link, of the kinds that both ends send."""
         match message:
             case StoreSet():
-                self._links.feed(peer.peer_id, message)
+                self.links.feed(peer.peer_id, message)
             case LinkLost():
-                self._links.lost(peer.peer_id, message)
+                self.links.lost(peer.peer_id, message)
             case PeerPing():
                 self._outbox.send(peer.peer_id, PeerPong(message.seq))
             case PeerPong():
@@ -113,4 +116,4 @@ class PeerTable(Generic[State]):
         """Peers to which pages cannot travel now, and why; a link that is being built is none of them."""
         with self._lock:
             refused = {peer.peer_id: peer.refused for peer in self._peers.values() if peer.refused}
-            return self._links.broken(self._peers) | refused
+            return self.links.broken(self._peers) | refused

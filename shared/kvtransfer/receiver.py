@@ -98,7 +98,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
         """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
         with self._lock:
             self._closed = True
-            self.peers.table.clear()  # so no link is opened any more
+            self.peers.clear()  # so no link is opened any more
             workers = self.links.fail_all("the receiving node is shutting down")
             for transfer in self.transfers:
                 self._fail(transfer, "this node is shutting down", tell=None)
@@ -129,7 +129,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
             if self._closed:
                 return
             now = self._clock()
-            self.peers.table.heard(peer_id, now)
+            self.peers.heard(peer_id, now)
             match message:
                 case Offer() | Handoff() | CancelTransfer():
                     self.transfers.receive(peer_id, message, now)
@@ -221,7 +221,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
         """Send Ready if the peer has a link, built or being built: the transfer lives and dies with it."""
         if transfer.state is not ReceiveState.RESERVED:
             return
-        refusal = self.peers.table.refusal(transfer.peer_id)
+        refusal = self.peers.refusal(transfer.peer_id)
         if refusal is not None:
             self._fail(transfer, refusal, tell=None)
         elif self.links.worker(transfer.peer_id) is not None:

@@ -17,8 +17,8 @@ from shared.errors import ConfigError, PeerMismatch
 from shared.kvtransfer.layout import ChunkPlan, check_layout
 from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.links import Endpoint, Links
-from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
+from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.peers import Peer, PeerMessage, Peers
 from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
 from shared.kvtransfer.transports.choice import better_than
 from shared.protocol.messages import Refused, other_version
@@ -38,8 +38,8 @@ class _NextLink:
     rebuild_at: float = 0.0
 
 
-class ReceiverPeers:
-    """Used under the lock of the KVReceiver; the properties of `links` and of `table` take it.
+class ReceiverPeers(Peers[_NextLink, ReceiveLoop]):
+    """Those of a KVReceiver.
 
     `link_begins(peer_id)` and `refused(peer_id)` are called when a peer's link is being built, or never will be;
     `link_died(peer_id, reason)`, when it is dead.
@@ -55,46 +55,37 @@ class ReceiverPeers:
         link_died: Callable[[str, str], None],
         refused: Callable[[str], None],
     ) -> None:
-        self._own = own
-        self._outbox = own.outbox
-        self._options = own.options
+        super().__init__(own, lock, rank=RECEIVER)
         self._gate = gate
         self._link_begins = link_begins
         self._tell_link_died = link_died
         self._tell_refused = refused
         self.num_links_opened = 0
         """Links ever begun; more than peers when some had to be rebuilt."""
-        self.links: Links[ReceiveLoop] = Links(
-            rank=RECEIVER,
-            lock=lock,
-            own=own,
-            on_dead=self._link_died,
-        )
         self._own_plan = self._plan(own.transports.slot_nbytes)
-        self.table: PeerTable[_NextLink] = PeerTable(lock=lock, links=self.links, own=own)
 
     def plan(self, peer_id: str) -> ChunkPlan:
         """How pages from a peer, which this node has met, are cut into chunks."""
-        peer = self.table.get(peer_id)
+        peer = self._peers.get(peer_id)
         return self._own_plan if peer is None else peer.state.plan
 
     def handle(self, peer_id: str, message: PeerHello | PeerLeft | PeerMessage, now: float) -> None:
         """Handle a message that names no transfer. A node that has not introduced itself gets no answer."""
-        peer = self.table.get(peer_id)
+        peer = self._peers.get(peer_id)
         if isinstance(message, PeerHello):
             self._met(peer_id, message, now)
         elif isinstance(message, PeerLeft):
-            self.table.remove(peer_id)
+            self._peers.pop(peer_id, None)
             self.links.fail_peer(peer_id, "the sending node has left", tell_peer=False)
         elif peer is not None:
-            self.table.handle(peer, message)
+            self._take(peer, message)
 
     def tick(self, now: float) -> None:
         """Ping peers, end links of silent ones, open the link of each peer that may have one and has none."""
-        for peer, silence in self.table.tick(now):
+        for peer, silence in self._watch(now):
             if silence is not None and peer.heartbeat.silence(now) >= self._options.forget_peer_s:
                 # ZeroMQ does not tell the listening end of a connection that it broke.
-                self.table.remove(peer.peer_id)
+                del self._peers[peer.peer_id]
                 continue
             unlinked = self.links.worker(peer.peer_id) is None and peer.refused is None and not peer.silent
             if unlinked and now >= peer.state.rebuild_at:
@@ -110,7 +101,7 @@ class ReceiverPeers:
 
     def _met(self, peer_id: str, hello: PeerHello, now: float) -> None:
         self.links.fail_peer(peer_id, "the peer connected anew", tell_peer=False)
-        peer = self.table.add(peer_id, _NextLink(self._own_plan), now)
+        peer = self._add(peer_id, _NextLink(self._own_plan), now)
         try:
             if why := other_version("sending node", hello.version):
                 raise PeerMismatch(why)
@@ -146,7 +137,7 @@ class ReceiverPeers:
         self._link_begins(peer.peer_id)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
-        peer, now = self.table.get(worker.peer_id), self._own.clock()
+        peer, now = self._peers.get(worker.peer_id), self._own.clock()
         if peer is not None:
             options, state = self._options, peer.state
             lasted = worker.live_at is not None and now - worker.live_at >= options.rebuild_max_s

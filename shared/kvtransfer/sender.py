@@ -56,7 +56,7 @@ class KVSender(Side[SendTransfer, SendEvent]):
             if self._closed:
                 self._end(transfer, "this node is shutting down", tell_peer=False)
                 return
-            refused = self.peers.table.refusal(peer_id)
+            refused = self.peers.refusal(peer_id)
             if refused is not None:
                 self._end(transfer, refused, tell_peer=False)
             self.transfers.take_parked(transfer)
@@ -107,10 +107,10 @@ class KVSender(Side[SendTransfer, SendEvent]):
             workers = self.links.fail_all("the sending node is shutting down")
             for transfer in self.transfers:
                 self._end(transfer, "this node is shutting down", tell_peer=True)
-            for peer_id in self.peers.table.ids:
+            for peer_id in self.peers.ids:
                 # A peer that is not told opens a new link, and waits until this node counts as silent.
                 self._outbox.send(peer_id, PeerLeft())
-            self.peers.table.clear()
+            self.peers.clear()
         self.links.join(workers)
 
     # -------------------------------------------------------------------------------- control thread
@@ -137,7 +137,7 @@ class KVSender(Side[SendTransfer, SendEvent]):
         """Handle a message of a receiving node. Never blocks."""
         with self._lock:
             now = self._clock()
-            if self._closed or not self.peers.table.heard(peer_id, now):
+            if self._closed or not self.peers.heard(peer_id, now):
                 return
             match message:
                 case Ready() | Done() | CancelTransfer():
@@ -211,8 +211,7 @@ class KVSender(Side[SendTransfer, SendEvent]):
             )
             self._end(transfer, reason, tell_peer=True)
         elif (
-            transfer.peer_id not in self.peers.table
-            and now - transfer.opened_at >= self._options.connect_timeout_s
+            transfer.peer_id not in self.peers and now - transfer.opened_at >= self._options.connect_timeout_s
         ):
             self._end(transfer, f"no connection to receiving node {transfer.peer_id}", tell_peer=False)
         elif transfer.becomes_overdue(now):

@@ -14,8 +14,8 @@ from shared import log
 from shared.errors import LinkError
 from shared.kvtransfer.link import SENDER
 from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.links import Endpoint, Links
-from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
+from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.peers import Peer, PeerMessage, Peers
 from shared.kvtransfer.send_loop import GatherGate, SendLoop
 from shared.kvtransfer.staging import SlotRing
 from shared.protocol.messages import PROTOCOL_VERSION, Refused
@@ -36,8 +36,8 @@ class _Hello:
     """When this node last introduced itself to the peer, or lost the link."""
 
 
-class SenderPeers:
-    """Used under the lock of the KVSender; the properties of `links` and of `table` take it."""
+class SenderPeers(Peers[_Hello, SendLoop]):
+    """Those of a KVSender."""
 
     def __init__(
         self,
@@ -47,28 +47,19 @@ class SenderPeers:
         gate: GatherGate,
         fail_transfers: FailTransfers,
     ) -> None:
-        self._own = own
-        self._outbox = own.outbox
-        self._options = own.options
+        super().__init__(own, lock, rank=SENDER)
         self._gate = gate
         self._fail_transfers = fail_transfers
-        self.links: Links[SendLoop] = Links(
-            rank=SENDER,
-            lock=lock,
-            own=own,
-            on_dead=self._link_died,
-        )
-        self.table: PeerTable[_Hello] = PeerTable(lock=lock, links=self.links, own=own)
 
     def connected(self, peer_id: str) -> None:
         """Enter a node whose connection is up, and introduce this node to it."""
         now = self._own.clock()
-        self.table.add(peer_id, _Hello(now), now)
+        self._add(peer_id, _Hello(now), now)
         self._say_hello(peer_id)
 
     def disconnected(self, peer_id: str, reason: str) -> bool:
         """Forget a node whose connection is gone, and fail its transfers; False when there was none."""
-        if not self.table.remove(peer_id):
+        if self._peers.pop(peer_id, None) is None:
             return False
         self.links.fail_peer(peer_id, reason, tell_peer=False)
         self._fail_transfers(peer_id, reason, waiting_too=True, tell_peer=False)
@@ -76,8 +67,7 @@ class SenderPeers:
 
     def handle(self, peer_id: str, message: Grant | LinkOpen | Refused | PeerMessage) -> None:
         """Handle a message of a peer that names no transfer."""
-        peer = self.table.get(peer_id)
-        assert peer is not None, "it was heard"
+        peer = self._peers[peer_id]
         match message:
             case Grant():
                 self._granted(peer_id, message)
@@ -89,11 +79,11 @@ class SenderPeers:
                 self.links.fail_peer(peer_id, message.reason, tell_peer=False)
                 self._fail_transfers(peer_id, message.reason, waiting_too=True, tell_peer=False)
             case _:
-                self.table.handle(peer, message)
+                self._take(peer, message)
 
     def tick(self, now: float) -> None:
         """Ping peers, fail what silent ones have, and introduce this node anew where it has had no link for long."""
-        for peer, silence in self.table.tick(now):
+        for peer, silence in self._watch(now):
             if silence is not None:
                 self._fail_transfers(peer.peer_id, silence, waiting_too=True, tell_peer=True)
             # A silent peer gets one too: it may have forgotten this node, and answers no pings of unknown nodes.
@@ -143,7 +133,7 @@ class SenderPeers:
         self.links.begin(peer.peer_id, message, loop, ring)
 
     def _link_died(self, worker: LinkWorker, reason: str) -> None:
-        peer = self.table.get(worker.peer_id)
+        peer = self._peers.get(worker.peer_id)
         if peer is not None:
             peer.state.at = self._own.clock()
         self._fail_transfers(worker.peer_id, f"link lost: {reason}", waiting_too=False, tell_peer=True)

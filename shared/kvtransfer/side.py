@@ -43,7 +43,7 @@ class Side(ABC, Generic[Transfer, Event]):
     @property
     def unreachable(self) -> dict[str, str]:
         """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
-        return self.peers.table.unreachable
+        return self.peers.unreachable
 
     def poll(self) -> list[Event]:
         """Return the events since the last call."""

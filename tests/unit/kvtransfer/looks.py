@@ -39,7 +39,7 @@ def num_slots_out(side: Side) -> int:
 def peer_states(side: Side) -> dict[str, str]:
     """Each peer: refused, silent, linked, linking, or unlinked."""
     with side._lock:
-        return {peer_id: _state(side, peer) for peer_id, peer in side.peers.table._peers.items()}
+        return {peer_id: _state(side, peer) for peer_id, peer in side.peers._peers.items()}
 
 
 def _state(side: Side, peer: Peer[object]) -> str:

@@ -179,7 +179,7 @@ def test_a_link_that_is_not_used_is_closed_and_built_again_when_it_is(two: Two) 
     two.a.sides.peering._peers[two.b.ref.incarnation].used_at -= UNNAMED_IDLE_S
     two.until(lambda: not two.a.sides.peering._peers)
     two.until(lambda: num_live(two.a.sides.sender) == num_live(two.b.sides.receiver) == 0)
-    two.until(lambda: two.a.ref.incarnation not in two.b.sides.receiver.peers.table)
+    two.until(lambda: two.a.ref.incarnation not in two.b.sides.receiver.peers)
     assert two.b.sides.receiver.peers.num_links_opened == 1
     again = two.send(two.a, two.b, [1], [40])
     two.until(lambda: again in two.b.received)

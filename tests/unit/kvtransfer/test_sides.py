@@ -513,7 +513,7 @@ def test_a_node_that_ends_in_order_is_not_called_silent(caplog: pytest.LogCaptur
     num_links = world.d.side.peers.num_links_opened
     world.p.side.close()
     world.run(2 * FAST.peer_timeout_s)
-    assert "p0" not in world.d.side.peers.table
+    assert "p0" not in world.d.side.peers
     assert world.d.side.peers.num_links_opened == num_links
     assert "peer_silent" not in caplog.text
     world.close()
