@@ -64,6 +64,7 @@ class ChildProcess:
         *,
         heartbeat_timeout_s: float | None = None,
         stdout: int | None = _STDERR,
+        pauses_s: tuple[float, float] = (MIN_PAUSE_S, MAX_PAUSE_S),
         on_start: Callable[[], None] = lambda: None,
         on_exit: Callable[[int | None, str, float], None] = lambda code, reason, pause_s: None,
     ) -> None:
@@ -74,6 +75,7 @@ class ChildProcess:
         self._argv = argv
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._stdout = stdout
+        self._pauses_s = pauses_s
         self._on_start = on_start
         self._on_exit = on_exit
         self._process: asyncio.subprocess.Process | None = None
@@ -101,7 +103,8 @@ class ChildProcess:
         self._kill(reason)
 
     async def _keep_alive(self) -> None:
-        pause_s = MIN_PAUSE_S
+        shortest_s, longest_s = self._pauses_s
+        pause_s = shortest_s
         while not self._stopping.is_set():
             began = time.monotonic()
             code, how = await self._run_once()
@@ -110,15 +113,15 @@ class ChildProcess:
                 return
             if not self.ready.is_set() and (not self.loaded.is_set() or code in GAVE_UP):
                 raise ChildFailed(self.kind, self.name, code, how)
-            if time.monotonic() - began > MAX_PAUSE_S:
-                pause_s = MIN_PAUSE_S
+            if time.monotonic() - began > longest_s:
+                pause_s = shortest_s
             level = logging.WARNING if code else logging.INFO
             self._log("exited", level=level, code=code, restart_in_s=pause_s)
             self._on_exit(code, how, pause_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            pause_s = min(2 * pause_s, longest_s)
 
     async def _run_once(self) -> tuple[int | None, str]:
         """Start a process and wait for its end: the exit code, None if the system refused to start it, and words."""

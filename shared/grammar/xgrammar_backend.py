@@ -148,6 +148,7 @@ class XGrammarBackend:
         self._encode = encode
         self._kept: dict[Grammar, XGrammarCompiled] = {}
         self._kept_nbytes = 0
+        self.max_kept_nbytes = MAX_CACHED_NBYTES
         self._lock = threading.Lock()
         first_V = np.array([piece[0] if piece else 0 for piece in self._pieces])
         self._after = {
@@ -177,7 +178,7 @@ class XGrammarBackend:
             self._forget(grammar)
             self._kept[grammar] = compiled  # the last one, as it was used last
             self._kept_nbytes += _kept_nbytes(grammar, compiled)
-            while self._kept_nbytes > MAX_CACHED_NBYTES:
+            while self._kept_nbytes > self.max_kept_nbytes:
                 self._forget(next(iter(self._kept)))
         return compiled
 

@@ -33,8 +33,9 @@ class Checkpoint:
     Raises ModelError, which names the file, when a file is missing or corrupt.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, piece_nbytes: int = PIECE_NBYTES) -> None:
         self._folder = folder
+        self._piece_nbytes = piece_nbytes
         self._files: dict[Path, _File] = {}
         single = folder / _SINGLE_FILE  # comes before an index, as in transformers
         self._path_of = (
@@ -79,7 +80,7 @@ class Checkpoint:
         """
         file = self._file_of(name)
         source = file.view(name)
-        step = max(PIECE_NBYTES // source[0].nbytes, 1)
+        step = max(self._piece_nbytes // source[0].nbytes, 1)
         for first_row in range(0, len(source), step):
             piece = source[first_row : first_row + step]
             yield first_row, piece

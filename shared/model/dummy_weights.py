@@ -27,7 +27,8 @@ class DummyWeights:
     product has the variance of its input. The embedding table has the same scale, since it may be the lm_head too.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, *, piece_elements: int = PIECE_ELEMENTS) -> None:
+        self._piece_elements = piece_elements
         self._seed = seed
         self._device = device
         self._shapes: Mapping[str, tuple[int, ...]] = {}
@@ -58,7 +59,7 @@ class DummyWeights:
         """Yield (index of its first row, rows in float32) for pieces of a tensor."""
         num_rows, *width = self._shapes[name]
         elements_a_row = math.prod(width)
-        step = max(PIECE_ELEMENTS // elements_a_row, 1)
+        step = max(self._piece_elements // elements_a_row, 1)
         for first_row in range(0, num_rows, step):
             piece = torch.empty((min(step, num_rows - first_row), *width), device=self._device)
             self._fill(name, first_row * elements_a_row, piece)

@@ -4,7 +4,7 @@ A ZMQ socket belongs to one thread; other threads queue commands for it. On the 
 tagged union, in as many frames as its length takes. A dialling socket's identity reads `kind|peer|n`: what the
 dialler is ("router", "sender", "node"), its peer id, and a counter, so that a second dial of the same peer is never
 taken for the first. A process may call itself what it likes, so a number counts for as long as messages come under
-it, and FORGET_DIAL_S longer.
+it, and `forget_dial_s` longer.
 """
 
 from __future__ import annotations
@@ -44,12 +44,19 @@ OnMessage = Callable[[str, Any], None]
 """(peer id, message). Called on the control thread: must not block."""
 
 MAX_QUEUED_MESSAGES = 100_000
-MAX_DIALLERS = 4096
-"""Peers that are remembered; each restart of a peer makes a new one."""
-FORGET_DIAL_S = 5.0
-"""A dial that has been silent for so long keeps no earlier one out. A living peer is heard every second."""
 _TICKS_TO_FORGET = 5
 POLL_MS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelLimits:
+    """What a ControlThread remembers and waits for."""
+
+    max_diallers: int = 4096
+    """Peers that are remembered; each restart of a peer makes a new one."""
+    forget_dial_s: float = 5.0
+    """A dial that has been silent for so long keeps no earlier one out. A living peer is heard every second."""
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,13 @@ class _Towards:
 class ControlThread:
     """One ROUTER socket for the peers that dial this node, one DEALER for each peer that this node dials."""
 
-    def __init__(self, fleet_key: FleetKey | None = None, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self,
+        fleet_key: FleetKey | None = None,
+        resolver: Resolver | None = None,
+        limits: ChannelLimits | None = None,
+    ) -> None:
+        self._limits = limits or ChannelLimits()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._resolver = resolver or Resolver()
@@ -129,7 +142,7 @@ class ControlThread:
         """To the peers that this node dialled, and no others."""
         self.to_diallers: Outbox = _Towards(self, dialled=False)
         """To the peers that dialled this node, also when this node has dialled them under the same id."""
-        tick_s = FORGET_DIAL_S / _TICKS_TO_FORGET
+        tick_s = self._limits.forget_dial_s / _TICKS_TO_FORGET
         self._timers = [_Timer(tick_s, self._forget_silent_dials, time.monotonic() + tick_s)]
         self._poller = zmq.Poller()
         self._stopping = False
@@ -147,7 +160,7 @@ class ControlThread:
         server.setsockopt(zmq.ROUTER_MANDATORY, 1)
         server.sndhwm = server.rcvhwm = MAX_QUEUED_MESSAGES
         server.linger = 0
-        bound_strangers(server)
+        bound_strangers(server, self._limits.connect_timeout_s)
         if self._fleet_key is not None:
             self._fleet_key.secure_server(server)
         try:
@@ -187,7 +200,7 @@ class ControlThread:
         A dial ends with one `on_disconnected`, also one that has failed or was not answered in time; it is never
         taken up again by itself. `hang_up` ends it without.
         """
-        connected_by = time.monotonic() + CONNECT_TIMEOUT_S
+        connected_by = time.monotonic() + self._limits.connect_timeout_s
         dialled = _Dialled(peer, address, identity, handlers, on_connected, on_disconnected, connected_by)
         self._post(lambda: self._dial(dialled))
 
@@ -309,7 +322,7 @@ class ControlThread:
     def _give_up(self, dialled: _Dialled) -> None:
         if self._dialled.get(dialled.peer) is not dialled:
             return  # lost or hung up just now
-        waited = f"no answer within {CONNECT_TIMEOUT_S:g} s"
+        waited = f"no answer within {self._limits.connect_timeout_s:g} s"
         if dialled.sockets is None:
             waited = str(does_not_resolve(dialled.address, waited))
         self._lose(dialled, f"{dialled.address} cannot be dialled: {waited}")
@@ -343,7 +356,7 @@ class ControlThread:
                 continue  # a leftover of a connection that the peer has given up, or its place was taken by a lie
             self._diallers[peer] = _Dialler(frames[0], int(dial))
             self._diallers.move_to_end(peer)
-            if len(self._diallers) > MAX_DIALLERS:
+            if len(self._diallers) > self._limits.max_diallers:
                 self._diallers.popitem(last=False)
             self._handle(peer, handlers, from_frames(frames[1:]))
 

@@ -22,7 +22,6 @@ _CHUNK_BYTES = MAX_FRAME_BYTES - 1024
 MAX_SOCKETS = 16_384
 """Of a context that dials. ZeroMQ counts three for each `DialSocket`: the socket, and the two ends of its monitor."""
 CONNECT_TIMEOUT_S = 5.0
-_CONNECT_TIMEOUT_MS = int(CONNECT_TIMEOUT_S * 1000)
 # Turning libzmq's reconnecting off (-1) would also drop what arrived just before the connection closed.
 _NEVER_MS = 10**9
 
@@ -43,10 +42,10 @@ _HANDSHAKE_FAILED = (
 S = TypeVar("S", bound=zmq.Socket[Any])
 
 
-def bound_strangers(sock: zmq.Socket[Any]) -> None:
+def bound_strangers(sock: zmq.Socket[Any], timeout_s: float = CONNECT_TIMEOUT_S) -> None:
     """Bound what the other end of a connection may send, and how long its handshake may take."""
     sock.maxmsgsize = MAX_FRAME_BYTES
-    sock.handshake_ivl = _CONNECT_TIMEOUT_MS
+    sock.handshake_ivl = int(1000 * timeout_s)
 
 
 def to_frames(message: bytes) -> list[bytes]:
@@ -78,7 +77,7 @@ class DialSocket(Generic[S]):
             self.socket.linger = 0
             self.socket.identity = identity.encode()
             self.socket.reconnect_ivl = _NEVER_MS
-            self.socket.connect_timeout = _CONNECT_TIMEOUT_MS
+            self.socket.connect_timeout = int(1000 * CONNECT_TIMEOUT_S)
             self.socket.ipv6 = address.startswith("tcp://[")
             self.socket.sndhwm = self.socket.rcvhwm = max_queued_messages
             bound_strangers(self.socket)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from shared.config import CacheOptions
-from shared.engine import logprobs as logprobs_module
 from shared.engine.build import make_ledger
 from shared.engine.logprobs import RawLogprobs, prompt_logprobs
 from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
@@ -97,11 +96,8 @@ def test_they_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("block", [V, 3 * V, 10**9], ids=["one_row", "three_rows", "all_rows"])
 @pytest.mark.parametrize("chunks", [(10,), (1, 9), (4, 3, 3), (9, 1), tuple([1] * 10)], ids=str)
-def test_prompt_logprobs_chunk_by_chunk(
-    chunks: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_logprobs_chunk_by_chunk(chunks: tuple[int, ...], block: int) -> None:
     """However the prompt is cut: the positions that were asked for, each once, in order."""
-    monkeypatch.setattr(logprobs_module, "MAX_LOGITS_AT_ONCE", block)
     names = list(WANTED)
     world = World(*names)
     generator = torch.Generator().manual_seed(2)

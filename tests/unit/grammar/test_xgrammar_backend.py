@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shared.errors import RequestError
-from shared.grammar import xgrammar_backend
 from shared.grammar.nesting import MAX_SCHEMA_DEPTH
 from shared.grammar.xgrammar_backend import MAX_WHITESPACE, XGrammarBackend
 from shared.model.files import resolve_model
@@ -167,23 +166,23 @@ def test_a_mask_does_not_depend_on_what_was_compiled_before(folder: Path) -> Non
     assert all(compiled.new_matcher().accept(token_id) for token_id in allowed(compiled.new_matcher()))
 
 
-def test_compiled_grammars_are_kept_up_to_a_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_kept_up_to_a_size(folder: Path) -> None:
     backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
     first, second, third = (Grammar("regex", f"{letter}+") for letter in "abc")
     compiled = [backend.compile(grammar) for grammar in (first, second)]
     assert [backend.compile(second), backend.compile(first)] == compiled[::-1]
-    monkeypatch.setattr(xgrammar_backend, "MAX_CACHED_NBYTES", 2 * compiled[0].nbytes + 5000)
+    backend.max_kept_nbytes = 2 * compiled[0].nbytes + 5000
     backend.compile(third)
     assert backend.compile(first) is compiled[0]
     assert backend.compile(second) is not compiled[1]
 
 
-def test_the_texts_of_kept_grammars_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_texts_of_kept_grammars_count(folder: Path) -> None:
     """A short grammar may have a long text: 64 KiB of spaces."""
     backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
     spaced = [Grammar("json_schema", '{"type": "null"}' + " " * (60_000 + at)) for at in range(8)]
     compiled = [backend.compile(grammar) for grammar in spaced[:2]]
-    monkeypatch.setattr(xgrammar_backend, "MAX_CACHED_NBYTES", 3 * (compiled[0].nbytes + 4 * 60_100 + 2048))
+    backend.max_kept_nbytes = 3 * (compiled[0].nbytes + 4 * 60_100 + 2048)
     assert [backend.compile(grammar) for grammar in spaced[:2] * 3] == compiled * 3
     for grammar in spaced[2:]:
         backend.compile(grammar)

@@ -53,11 +53,11 @@ def test_products_keep_the_scale_of_their_input(config: ModelConfig) -> None:
     assert (weights.norm_D == 1).all() and (weights.layers[0].input_norm_D == 1).all()
 
 
-def test_pieces_are_the_tensor(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_the_tensor(config: ModelConfig) -> None:
     """Also where the table begins anew: the embedding is longer than the table."""
-    monkeypatch.setattr("shared.model.dummy_weights.PIECE_ELEMENTS", 700 * 64)
     config = replace(config, vocab_size=2 * TABLE_LENGTH // 64, tie_word_embeddings=True)
-    with WeightReader(DummyWeights(5, CPU), config, dtype=torch.bfloat16, device=CPU) as reader:
+    source = DummyWeights(5, CPU, piece_elements=700 * 64)
+    with WeightReader(source, config, dtype=torch.bfloat16, device=CPU) as reader:
         pieces = list(reader.lm_head_pieces())
     whole = load(config, seed=5, dtype=torch.bfloat16).embed_VD
     assert len(pieces) > 10

@@ -108,14 +108,11 @@ def test_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_lm_head_comes_in_pieces(
-    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, tied: bool
-) -> None:
+def test_the_lm_head_comes_in_pieces(model_folder: ModelFolder, tied: bool) -> None:
     """As large as is asked for, in order, of the type that is asked for; nothing is left out."""
-    monkeypatch.setattr("shared.model.checkpoint.PIECE_NBYTES", 100 * 64 * 4 + 1)
     folder, seen = model_folder("llama", tie_word_embeddings=tied), list[float]()
     config, cpu = load_model_config(folder), torch.device("cpu")
-    source = Checkpoint(folder)
+    source = Checkpoint(folder, piece_nbytes=100 * 64 * 4 + 1)
     with WeightReader(source, config, dtype=torch.bfloat16, device=cpu, on_progress=seen.append) as reader:
         reader.embed()
         assert len(list(reader.layers())) == 3

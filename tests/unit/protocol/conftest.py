@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.protocol.channel import ControlThread, Handlers
+from shared.protocol.channel import ChannelLimits, ControlThread, Handlers
 from shared.protocol.messages import NodeToRouter, RouterToNode, Struct
 from shared.protocol.resolver import Resolver
 from shared.protocol.security import FleetKey
@@ -19,9 +19,15 @@ from tests.patience import PATIENCE_S
 class Party:
     """A ControlThread and all it was told, in order."""
 
-    def __init__(self, name: str, key: FleetKey | None, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        key: FleetKey | None,
+        resolver: Resolver | None = None,
+        limits: ChannelLimits | None = None,
+    ) -> None:
         self.name = name
-        self.control = ControlThread(key, resolver)
+        self.control = ControlThread(key, resolver, limits)
         self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.connected: queue.Queue[str] = queue.Queue()
         self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
@@ -109,8 +115,10 @@ MakeParty = Callable[..., Party]
 def party() -> Iterator[MakeParty]:
     parties: list[Party] = []
 
-    def make(name: str, key: FleetKey | None = None, resolver: Resolver | None = None) -> Party:
-        parties.append(Party(name, key, resolver))
+    def make(
+        name: str, key: FleetKey | None = None, resolver: Resolver | None = None, **limits: Any
+    ) -> Party:
+        parties.append(Party(name, key, resolver, ChannelLimits(**limits)))
         return parties[-1]
 
     yield make

@@ -96,9 +96,9 @@ def test_two_diallers_are_told_apart(node: Party, router: Party, party: MakePart
 
 
 def test_peers_that_have_been_silent_longest_are_forgotten(
-    node: Party, party: MakeParty, monkeypatch: pytest.MonkeyPatch
+    party: MakeParty,
 ) -> None:
-    monkeypatch.setattr("shared.protocol.channel.MAX_DIALLERS", 2)
+    node = party("n", max_diallers=2)
     address = node.listen()
     routers = [party(f"router-{i}").start() for i in range(3)]
     for router in routers:
@@ -279,10 +279,9 @@ def hears(node: Party, raw: zmq.Socket[bytes]) -> bool:
 
 @pytest.mark.parametrize("liar_dial", [b"1000000000", b"9" * 200, b"8"], ids=["far", "absurd", "next"])
 def test_a_message_under_the_identity_of_another_locks_it_out_for_a_while_only(
-    party: MakeParty, monkeypatch: pytest.MonkeyPatch, liar_dial: bytes
+    party: MakeParty, liar_dial: bytes
 ) -> None:
-    monkeypatch.setattr("shared.protocol.channel.FORGET_DIAL_S", 0.3)
-    node = party("node")
+    node = party("node", forget_dial_s=0.3)
     address = node.listen()
     with raw_dial(address, b"router|raw|7") as real:
         until(lambda: hears(node, real))
@@ -294,10 +293,9 @@ def test_a_message_under_the_identity_of_another_locks_it_out_for_a_while_only(
         assert real.recv() == msgspec.msgpack.encode(PONG)
 
 
-def test_a_lie_keeps_no_later_dial_of_the_peer_out(party: MakeParty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lie_keeps_no_later_dial_of_the_peer_out(party: MakeParty) -> None:
     """The real peer has given its connection up and dials anew, with a number below that of the lie."""
-    monkeypatch.setattr("shared.protocol.channel.FORGET_DIAL_S", 0.3)
-    node = party("node")
+    node = party("node", forget_dial_s=0.3)
     address = node.listen()
     with raw_dial(address, b"router|raw|1000000000") as liar:  # stays connected, and says no more
         liar.send(msgspec.msgpack.encode(Ping(1)))
@@ -309,12 +307,9 @@ def test_a_lie_keeps_no_later_dial_of_the_peer_out(party: MakeParty, monkeypatch
             until(lambda: node.hear()[1] == Ping(0))
 
 
-def test_an_older_dial_stays_out_while_the_newer_is_heard(
-    party: MakeParty, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_dial_stays_out_while_the_newer_is_heard(party: MakeParty) -> None:
     """However long that goes on. What is silent is the newer dial, not the peer."""
-    monkeypatch.setattr("shared.protocol.channel.FORGET_DIAL_S", 3.0)
-    node = party("node")
+    node = party("node", forget_dial_s=3.0)
     address = node.listen()
     with raw_dial(address, b"router|raw|9") as older, raw_dial(address, b"router|raw|10") as newer:
         newer.send(msgspec.msgpack.encode(Ping(0)))
@@ -326,12 +321,9 @@ def test_an_older_dial_stays_out_while_the_newer_is_heard(
             time.sleep(0.25)
 
 
-def test_a_newer_dial_that_was_silent_comes_back_with_its_next_message(
-    party: MakeParty, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_dial_that_was_silent_comes_back_with_its_next_message(party: MakeParty) -> None:
     """A leftover that comes so late is heard, and takes nothing over for longer than until then."""
-    monkeypatch.setattr("shared.protocol.channel.FORGET_DIAL_S", 0.3)
-    node = party("node")
+    node = party("node", forget_dial_s=0.3)
     address = node.listen()
     with raw_dial(address, b"router|raw|9") as older, raw_dial(address, b"router|raw|10") as newer:
         newer.send(msgspec.msgpack.encode(Ping(0)))
@@ -529,8 +521,8 @@ def test_a_dial_that_is_refused_is_reported_and_leaves_nothing_open(router: Part
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-def test_a_dial_that_is_not_answered_is_given_up(router: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.2)
+def test_a_dial_that_is_not_answered_is_given_up(party: MakeParty) -> None:
+    router = party("router-1", connect_timeout_s=0.2).start()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         router.dial("n", f"tcp://127.0.0.1:{mute.getsockname()[1]}")
         peer, reason = router.disconnected.get(timeout=PATIENCE_S)
@@ -539,10 +531,10 @@ def test_a_dial_that_is_not_answered_is_given_up(router: Party, monkeypatch: pyt
 
 
 def test_a_dial_that_is_lost_as_its_time_is_up_ends_once(
-    router: Party, monkeypatch: pytest.MonkeyPatch
+    party: MakeParty,
 ) -> None:
     """The control thread finds both when it was held up for so long."""
-    monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.5)
+    router = party("router-1", connect_timeout_s=0.5).start()
     held_up, time_is_up = threading.Event(), threading.Event()
 
     def hold_up() -> None:
@@ -617,11 +609,8 @@ def test_a_name_without_an_address_is_said_to_be_the_reason(party: MakeParty, na
     assert "no.example does not resolve: Name or service not known" in reason
 
 
-def test_a_name_that_takes_too_long_is_said_to_be_the_reason(
-    party: MakeParty, names: SlowNames, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared.protocol.channel.CONNECT_TIMEOUT_S", 0.2)
-    router = party("router-1", resolver=Resolver(names)).start()
+def test_a_name_that_takes_too_long_is_said_to_be_the_reason(party: MakeParty, names: SlowNames) -> None:
+    router = party("router-1", resolver=Resolver(names), connect_timeout_s=0.2).start()
     router.dial("n", "tcp://slow.example:7200")
     _, reason = router.disconnected.get(timeout=PATIENCE_S)
     assert "slow.example does not resolve: no answer within 0.2 s" in reason
@@ -678,10 +667,9 @@ def test_a_dialled_stranger_that_announces_a_large_frame_is_hung_up_on(router: P
 
 
 def test_a_stranger_that_never_ends_its_handshake_is_hung_up_on(
-    node: Party, monkeypatch: pytest.MonkeyPatch
+    party: MakeParty,
 ) -> None:
-    monkeypatch.setattr("shared.protocol.dial_socket._CONNECT_TIMEOUT_MS", 200)
-    port = int(node.listen().rpartition(":")[2])
+    port = int(party("n", connect_timeout_s=0.2).listen().rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
         while stranger.recv(4096):
             pass  # the node's greeting, then the end of the connection

@@ -40,13 +40,11 @@ def test_pauses_between_lives_grow() -> None:
     asyncio.run(run())
 
 
-def test_a_child_that_has_lived_long_is_started_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.processes.child_process.MIN_PAUSE_S", 0.02)
-    monkeypatch.setattr("router.processes.child_process.MAX_PAUSE_S", 0.1)
-
+def test_a_child_that_has_lived_long_is_started_again_soon() -> None:
     async def run() -> None:
         pauses: list[float] = []
-        dying = child(READY + "time.sleep(0.2)", on_exit=lambda code, how, pause_s: pauses.append(pause_s))
+        source = READY + "time.sleep(0.2)"
+        dying = child(source, pauses_s=(0.02, 0.1), on_exit=lambda code, how, s: pauses.append(s))
         dying.start()
         await eventually(lambda: len(pauses) >= 2)
         await stop_all([dying], 5)
