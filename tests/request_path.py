@@ -1,4 +1,4 @@
-"""`python -m tests.request_path`: the files of this project that a chat request passes until its first event.
+"""`python -m tests.request_path`: the files and the forms that a chat request passes until its first event.
 
 It starts `router --local 1P1D` with a profile hook in every process, and counts the files in which a function ran
 between the request and its first SSE event that does not run in an idle fleet.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -102,8 +103,18 @@ def trace(folder: Path) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
     return functions(folder, "first"), functions(folder, "request")
 
 
+def forms() -> list[str]:
+    """The classes that the table of ARCHITECTURE.md names, each of which its file has to define."""
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+\.py)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    for name, path in rows:
+        assert re.search(rf"^class {name}\b", (ROOT / path).read_text(), re.MULTILINE), (
+            f"{path} has no {name}"
+        )
+    return [name for name, _ in rows]
+
+
 def main() -> None:
-    """Print the files by room, and their number."""
+    """Print the files by room, and the numbers of files and forms."""
     with tempfile.TemporaryDirectory() as folder:
         request, idle = trace(Path(folder))
     passed = sorted({path for path, _ in request - idle})
@@ -111,7 +122,7 @@ def main() -> None:
         names = [name for name in passed if name.startswith(f"{room}/")]
         print(f"{room}: {len(names)}")
         print("".join(f"  {name}\n" for name in names), end="")
-    print(f"{sum(name.startswith(ROOMS) for name in passed)} files")
+    print(f"{sum(name.startswith(ROOMS) for name in passed)} files, {len(forms())} forms")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import zmq.asyncio
@@ -27,7 +26,7 @@ from rich.console import Console
 from router.api.prefix_hashes import KEY_NBYTES
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
-from router.nodes.discovery import Discovery, Listing, make_discovery
+from router.nodes.discovery import Listing, make_discovery
 from router.nodes.join_socket import JoinSocket
 from router.nodes.load_progress import LoadProgress
 from router.processes import feed
@@ -47,7 +46,7 @@ _LOAD_FAILED_S = 1.0
 _MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 
 
-class Supervisor:
+class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
     """Starts routers and local nodes, and starts again those that die. `flags` are those that `config` was read from.
 
     `router_stdout` is where routers print; None: where this process does.
@@ -80,12 +79,7 @@ class Supervisor:
         self.http_port = 0
         self.control_port = 0
 
-    async def __aenter__(self) -> Supervisor:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop the routers, then the nodes."""
         await self._exits.aclose()
 
@@ -98,7 +92,9 @@ class Supervisor:
         reserved = reserve_http(config.http.host, config.http.port)
         self._exits.callback(reserved.close)
         self.http_port = reserved.getsockname()[1]
-        discoveries = list(self._discoveries())
+        fleet = config.fleet
+        selectors = {Role.PREFILL: fleet.prefill_selector, Role.DECODE: fleet.decode_selector}
+        discoveries = [make_discovery(s, fleet.discovery_namespace, selectors) for s in fleet.discovery]
         join_socket = self._open_join_socket()
         grace_s = config.dispatch.stop_timeout_s
         self._nodes = dict(self._local_nodes())
@@ -114,9 +110,10 @@ class Supervisor:
             self._listen(discovery.run(functools.partial(self._on_listing, index)), "discovery")
         for child in (*others, *self._nodes.values()):
             child.start()
-        with self._show_progress():
-            await self._unless_failed(self._all_ready([*self._nodes.values()]))
-        await self._unless_failed(self._all_ready(self._routers))
+        with LoadProgress(self._console, [*self._nodes]) as self._progress:  # how far local nodes have loaded
+            await self._unless_failed(asyncio.gather(*(node.ready.wait() for node in self._nodes.values())))
+        self._progress = None
+        await self._unless_failed(asyncio.gather(*(router.ready.wait() for router in self._routers)))
 
     async def broken(self) -> None:
         """Wait until a part that should run for ever ends, and raise its error."""
@@ -182,14 +179,10 @@ class Supervisor:
 
         return ChildProcess("node", node_id, lambda: argv, on_exit=on_exit)
 
-    async def _all_ready(self, children: Sequence[ChildProcess]) -> None:
-        for child in children:
-            await child.ready.wait()
-
-    async def _unless_failed(self, work: Coroutine[Any, Any, object]) -> None:
+    async def _unless_failed(self, work: Awaitable[object]) -> None:
         """Wait for `work`. Raises the error of a child or of the control port that fails meanwhile."""
         keepers = {child.keeper for child in self._children if child.keeper}
-        waited = [asyncio.create_task(work), *keepers, *self._sources]
+        waited = [asyncio.ensure_future(work), *keepers, *self._sources]
         try:
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -234,12 +227,6 @@ class Supervisor:
             self._progress.on_announcement(message)
         self._remember(node_id, message)
 
-    def _discoveries(self) -> Iterator[Discovery]:
-        fleet = self._config.fleet
-        selectors = {Role.PREFILL: fleet.prefill_selector, Role.DECODE: fleet.decode_selector}
-        for source in fleet.discovery:
-            yield make_discovery(source, fleet.discovery_namespace, selectors)
-
     def _listen(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._sources.append(task)
@@ -276,13 +263,3 @@ class Supervisor:
         frame = feed.encode(message)
         for router in self._routers:
             router.send(frame)
-
-    @contextlib.contextmanager
-    def _show_progress(self) -> Iterator[None]:
-        """Show how far local nodes have loaded."""
-        if not self._nodes:
-            yield
-            return
-        with LoadProgress(self._console, [*self._nodes]) as self._progress:
-            yield
-        self._progress = None
