@@ -370,4 +370,6 @@ def load_model(name: str, config: RouterConfig) -> ServedModel:
         served_name=http.served_model_name,
         chat_template=http.chat_template,
         skip_tokenizer_init=http.skip_tokenizer_init,
+        tool_call_parser=http.tool_call_parser,
+        reasoning_parser=http.reasoning_parser,
     )

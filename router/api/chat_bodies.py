@@ -14,7 +14,6 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
-_UNPARSED = "not supported: no part of the answer is parsed as reasoning"
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=256, description="Of the function.")]
 
@@ -176,14 +175,14 @@ class ChatBody(OpenAIBody):
             {"str": Literal["none", "auto", "required"], "dict": NamedTool},
         ),
         Field(
-            description="none: the answer is text. required, or a function by name: the answer is such a call, "
-            "which a grammar guarantees. auto, the default beside tools, is refused: it needs a parser of the "
-            "model's own call syntax."
+            description="auto, the default beside tools: the model decides, and its calls are read in its own "
+            "syntax. none: the answer is text. required, or a function by name: the answer is such a call, which a "
+            "grammar guarantees."
         ),
     ] = None
-    parallel_tool_calls: Annotated[bool, Field(description="Has no effect: a forced call is one call.")] = (
-        True
-    )
+    parallel_tool_calls: Annotated[
+        bool, Field(description="Has no effect: a forced call is one, and the model decides else.")
+    ] = True
     documents: Annotated[
         list[dict[str, Any]] | None, Field(max_length=MAX_DOCUMENTS, description="For the chat template.")
     ] = None
@@ -204,10 +203,17 @@ class ChatBody(OpenAIBody):
     chat_template: Annotated[Any, Refused(why="the server's to choose")] = None
     functions: Annotated[Any, Refused(([],), why="not supported: use tools")] = None
     function_call: Annotated[Any, Refused(("none",), why="not supported: use tool_choice")] = None
-    reasoning_effort: Annotated[Any, Refused(why=_UNPARSED)] = None
-    reasoning: Annotated[Any, Refused(why=_UNPARSED)] = None
-    include_reasoning: Annotated[Any, Refused((False,), why=_UNPARSED)] = None
-    separate_reasoning: Annotated[Any, Refused((False,), why=_UNPARSED)] = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        Field(description="A variable for the chat template; none also turns reasoning off where it can."),
+    ] = None
+    include_reasoning: Annotated[bool, Field(description="False: the answer is without the reasoning.")] = (
+        True
+    )
+    separate_reasoning: Annotated[
+        bool, Field(description="False: reasoning is a part of the content, as the model writes it.")
+    ] = True
+    reasoning: Annotated[Any, Refused(why="not supported: use reasoning_effort")] = None
     modalities: Annotated[Any, Refused((["text"],))] = None
     audio: Annotated[Any, Refused()] = None
     prediction: Annotated[Any, Refused()] = None

@@ -110,9 +110,11 @@ class ChatLogprobs(Answer, kw_only=True, frozen=True):
 
 
 class ChatMessage(Answer, kw_only=True, frozen=True):
-    """The assistant's answer: text, or the call of a tool."""
+    """The assistant's answer: text, calls of tools, or both; `reasoning` is vLLM's name of `reasoning_content`."""
 
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -160,6 +162,8 @@ class ChatDelta(Answer, kw_only=True, frozen=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 

@@ -64,7 +64,12 @@ def openai_routes(
         with generator.claim() as claim:
             reading = read_chat(body, model.get(), limits, request.headers, places, claim)
             asked = await while_connected(request.receive, reading)
-            shape = ChatShape(_reply(asked, model.get()), model.get().tokenizer, asked.call)
+            shape = ChatShape(
+                _reply(asked, model.get()),
+                model.get().tokenizer,
+                asked.reads,
+                hides_reasoning=asked.hides_reasoning,
+            )
             return await respond(request, asked, shape, places, claim)
 
     @router.get("/models")

@@ -21,6 +21,7 @@ from router.request.prompt import Prompt
 from router.request.queue_limit import QueuePlaces
 from router.request.sampling import AskedGrammar, DialectFields, read_sampling, read_samplings, schema_grammar
 from router.text.chat_template import Chat
+from router.text.reply_parser import THINK, ReplyRegions
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
@@ -38,7 +39,7 @@ class OpenAIRequest:
     """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer.
 
     `echoes` are the prompts' texts if the answers begin with them. The answer has the `best_n` sequences of each
-    prompt (None: all). `call` is the call that a chat's answer must be.
+    prompt (None: all). `reads` says what is read of a chat's answers: the call that they must be, or regions.
     """
 
     id: str
@@ -48,7 +49,8 @@ class OpenAIRequest:
     with_logprobs: bool
     echoes: list[str] | None = None
     best_n: int | None = None
-    call: ForcedCall | None = None
+    reads: ReplyRegions | ForcedCall | None = None
+    hides_reasoning: bool = False
 
 
 async def read_completion(
@@ -136,6 +138,9 @@ async def read_chat(
     encoding = encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False)
     [ids] = await encoding
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
+    reads = call or _regions(body, model, text)
+    if isinstance(reads, ReplyRegions) and reads.call_format and model.writes_calls_with_special_tokens:
+        options = replace(options, skip_special_tokens=False)
     prompt = Prompt(
         rid=rids[0],
         asked_in="messages",
@@ -148,7 +153,8 @@ async def read_chat(
         stream=_stream(body),
         with_timeline=body.return_timeline,
         with_logprobs=body.logprobs,
-        call=call,
+        reads=reads,
+        hides_reasoning=not body.include_reasoning,
     )
 
 
@@ -216,14 +222,8 @@ def _forced_call(body: ChatBody) -> ForcedCall | None:
         if choice in (None, "none", "auto"):
             return None
         raise RequestError("tool_choice needs tools, and there are none", param="tool_choice")
-    if choice == "none":
+    if choice in (None, "none", "auto"):
         return None
-    if choice in (None, "auto"):
-        raise RequestError(
-            "tool_choice auto, the default beside tools, is not supported: the model's own syntax of calls is "
-            "not parsed; give 'none' for its text as it is, or 'required' or a function's name for a call",
-            param="tool_choice",
-        )
     places: dict[str, int] = {}
     for at, tool in enumerate(tools):
         name = tool.function.name
@@ -239,6 +239,20 @@ def _forced_call(body: ChatBody) -> ForcedCall | None:
         where = f"tools[{places[name]}].function.parameters"
         return ForcedCall.named(name, tools[places[name]].function.parameters, where)
     return ForcedCall.any_of({t.function.name: t.function.parameters for t in tools}, "tools")
+
+
+def _regions(body: ChatBody, model: ServedModel, prompt: str) -> ReplyRegions | None:
+    """What is read of answers behind this `prompt`; None: nothing."""
+    call_format = model.call_format if body.tools and body.tool_choice != "none" else None
+    reasons = model.reasons and body.separate_reasoning
+    if call_format is None and not reasons:
+        return None
+    return ReplyRegions(
+        call_format=call_format,
+        reasons=reasons,
+        in_reasoning=prompt.rstrip().endswith(THINK[0]),
+        tools=[{"function": tool.function.sent} for tool in body.tools or ()],
+    )
 
 
 def unknown_model(name: str, model: ServedModel) -> RequestError:
@@ -305,12 +319,20 @@ def _chat(body: ChatBody) -> Chat:
         messages=[_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)],
         tools=[{**tool.sent, "function": tool.function.sent} for tool in body.tools] if body.tools else None,
         documents=body.documents,
-        variables=body.chat_template_kwargs or {},
+        variables={**_effort(body), **(body.chat_template_kwargs or {})},
         add_generation_prompt=not continues
         if body.add_generation_prompt is None
         else body.add_generation_prompt,
         continue_final_message=continues,
     )
+
+
+def _effort(body: ChatBody) -> dict[str, object]:
+    """The variables by which templates are told how much to reason; `none` is told as each of them names it."""
+    if body.reasoning_effort is None:
+        return {}
+    off = {"enable_thinking": False, "thinking": False} if body.reasoning_effort == "none" else {}
+    return {"reasoning_effort": body.reasoning_effort, **off}
 
 
 def _message(message: ChatInputMessage, where: str) -> dict[str, object]:

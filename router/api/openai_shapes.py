@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, Literal, Protocol
 
 from msgspec import UNSET, UnsetType
 
@@ -21,15 +23,18 @@ from router.api.openai_answers import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    FunctionCall,
     FunctionCallDelta,
     PromptTokensDetails,
+    ToolCall,
     ToolCallDelta,
     Usage,
 )
-from router.api.tool_calls import CallReader, ForcedCall
+from router.api.tool_calls import ForcedCall
 from router.http.answer import Answer
 from router.request.finish_reason import StopReason, kind_of
 from router.request.generation import Generation
+from router.text.reply_parser import CallDelta, ReplyDelta, ReplyRegions
 from router.text.tokenizer import Tokenizer
 
 MaybeUsage = Usage | UnsetType
@@ -151,33 +156,56 @@ class CompletionShape:
         return scored.logprobs(prompt=prompt, output_from=output_from)
 
 
-class ChatShape:
-    """/v1/chat/completions. With a `call`, the text of each sequence is the call of a tool."""
+class ReplyReader(Protocol):
+    """Reads the text of one sequence as it comes."""
 
-    def __init__(self, reply: Reply, tokenizer: Tokenizer, call: ForcedCall | None) -> None:
+    @property
+    def finish_reason(self) -> Literal["stop", "tool_calls"]:
+        """Of a sequence that has ended by itself."""
+        ...
+
+    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
+        """What more text adds."""
+        ...
+
+
+class ChatShape:
+    """/v1/chat/completions. What `reads` makes a reader for each sequence; None: all of a text is content."""
+
+    def __init__(
+        self,
+        reply: Reply,
+        tokenizer: Tokenizer,
+        reads: ReplyRegions | ForcedCall | None,
+        *,
+        hides_reasoning: bool,
+    ) -> None:
         self._reply = reply
         self._tokenizer = tokenizer
-        self._call = call
-        self._readers: dict[int, CallReader] = {}
-        self._named: set[int] = set()
+        self._reads = reads
+        self._hides_reasoning = hides_reasoning
+        self._readers: dict[int, ReplyReader] = {}
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
         """The event with the role."""
-        content = "" if self._call is None else None
+        content = None if isinstance(self._reads, ForcedCall) else ""
         delta = ChatDelta(role="assistant", content=content, refusal=None)
         timeline = self._reply.timeline(generation)
         return self._chunk([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
 
     def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
-        """The event for more text; None while the text is only what the grammar puts before a call."""
-        more = self._more(generation, text)
+        """The event for more text; None while the text may become a call, or is only what surrounds one."""
+        reader = self._readers.get(generation.index)
+        if reader is None and self._reads is not None:
+            reader = self._readers[generation.index] = self._reads.reader()
+        more = self._more(generation, reader, text)
         if more == _NOTHING and generation.finish_reason is None:
             return None
         choice = ChatChunkChoice(
             index=generation.index,
             delta=more,
             logprobs=self._logprobs(generation, first),
-            **self._end(generation),
+            **_end(generation, reader),
             **self._reply.timeline(generation),
         )
         return self._chunk([choice], usage)
@@ -188,51 +216,64 @@ class ChatShape:
 
     def whole(self, generations: Sequence[Generation], usage: Usage) -> Answer:
         """All sequences in one answer."""
-        choices = [
-            ChatChoice(
-                index=index,
-                message=self._message(generation),
-                logprobs=self._logprobs(generation, 0),
-                **self._end(generation),
-                **self._reply.timeline(generation),
-            )
-            for index, generation in enumerate(generations)
-        ]
+        choices = [self._choice(index, generation) for index, generation in enumerate(generations)]
         return ChatCompletion(**self._reply.head, choices=choices, usage=usage)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: MaybeUsage) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._reply.head, choices=choices, usage=usage)
 
-    def _message(self, generation: Generation) -> ChatMessage:
-        if self._call is None:
-            return ChatMessage(content=generation.text)
-        call = self._call.reader().whole(generation.text)
-        # A text that ends before the function's name is only what the grammar puts before it.
-        return ChatMessage(content=None, tool_calls=[call] if call else UNSET)
-
-    def _more(self, generation: Generation, text: str) -> ChatDelta:
-        if self._call is None:
-            return ChatDelta(content=text or UNSET)
-        reader = self._readers.get(generation.index)
+    def _choice(self, index: int, generation: Generation) -> ChatChoice:
+        reader = self._reads.reader() if self._reads is not None else None
         if reader is None:
-            reader = self._readers[generation.index] = self._call.reader()
-        arguments = reader.feed(text, last=generation.finish_reason is not None)
-        if reader.name is None:
-            return _NOTHING
-        if generation.index in self._named:
-            more = ToolCallDelta(function=FunctionCallDelta(arguments=arguments))
-            return ChatDelta(tool_calls=[more] if arguments else UNSET)
-        self._named.add(generation.index)
-        function = FunctionCallDelta(name=reader.name, arguments=arguments)
-        return ChatDelta(tool_calls=[ToolCallDelta(id=reader.id, type="function", function=function)])
+            message = ChatMessage(content=generation.text)
+        else:
+            said = reader.feed(generation.text, last=True)
+            calls = list(_whole_calls(said.calls))
+            content = (
+                None if isinstance(self._reads, ForcedCall) or (calls and not said.content) else said.content
+            )
+            message = ChatMessage(content=content, tool_calls=calls or UNSET, **self._reasoning(said))
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs(generation, 0),
+            **_end(generation, reader),
+            **self._reply.timeline(generation),
+        )
 
-    def _end(self, generation: Generation) -> dict[str, Any]:
-        end = _end(generation)
-        complete = end["finish_reason"] == "stop" and self._call is not None
-        return {**end, "finish_reason": self._call.finish_reason} if complete and self._call else end
+    def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatDelta:
+        if reader is None:
+            return ChatDelta(content=text or UNSET)
+        said = reader.feed(text, last=generation.finish_reason is not None)
+        calls = [_call_delta(call) for call in said.calls]
+        return ChatDelta(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
+
+    def _reasoning(self, said: ReplyDelta) -> dict[str, Any]:
+        if not said.reasoning or self._hides_reasoning:
+            return {}
+        return {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
 
     def _logprobs(self, generation: Generation, first: int) -> ChatLogprobs | None:
         return chat_logprobs(generation, first, self._tokenizer) if self._reply.with_logprobs else None
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    if call.name is None:
+        return ToolCallDelta(index=call.index, function=FunctionCallDelta(arguments=call.arguments))
+    function = FunctionCallDelta(name=call.name, arguments=call.arguments)
+    return ToolCallDelta(index=call.index, id=_new_call_id(), type="function", function=function)
+
+
+def _whole_calls(calls: Sequence[CallDelta]) -> Iterator[ToolCall]:
+    """The calls whose pieces these are."""
+    for _, pieces in groupby(calls, lambda call: call.index):
+        first, *more = pieces
+        arguments = first.arguments + "".join(piece.arguments for piece in more)
+        yield ToolCall(id=_new_call_id(), function=FunctionCall(name=first.name or "", arguments=arguments))
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def usage_of(generations: Sequence[Generation]) -> Usage:
@@ -264,10 +305,11 @@ def _mean_logprob(generation: Generation) -> float:
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
-def _end(generation: Generation) -> dict[str, Any]:
+def _end(generation: Generation, reader: ReplyReader | None = None) -> dict[str, Any]:
     """`finish_reason` and `matched_stop`, both null while the sequence runs."""
     reason = generation.finish_reason
+    kind = None if reason is None else kind_of(reason)
     return {
-        "finish_reason": None if reason is None else kind_of(reason),
+        "finish_reason": reader.finish_reason if reader is not None and kind == "stop" else kind,
         "matched_stop": reason.matched if isinstance(reason, StopReason) else None,
     }

@@ -1,24 +1,20 @@
 """Calls of tools that `tool_choice` forces. A grammar guarantees them.
 
 The answer is constrained to the JSON of the call, so a forced call needs no parser of the model's own call syntax.
-With `auto` the model itself decides whether to call a tool, in that syntax, which this server cannot parse.
+With `auto` the model itself decides whether to call a tool, in that syntax, which `router.text.reply_parser` reads.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from router.api.openai_answers import FunctionCall, ToolCall
 from router.http.wording import wrong
 from router.request.sampling import AskedGrammar, schema_grammar
+from router.text.reply_parser import CallDelta, JsonCall, ReplyDelta
 from shared.grammar.schema_keywords import LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, SINGLE_SCHEMAS
 
-_ENVELOPE = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)')
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -64,48 +60,27 @@ class ForcedCall:
         grammar = schema_grammar(where, {"anyOf": calls, "$defs": parameters})
         return cls(name=None, grammar=grammar, finish_reason="tool_calls")
 
-    def reader(self) -> CallReader:
+    def reader(self) -> ForcedReader:
         """A reader for one answer."""
-        return CallReader(self.name)
+        return ForcedReader(self)
 
 
-class CallReader:
-    """Splits the text of an answer, as it comes, into the name of the function and its arguments."""
+class ForcedReader:
+    """Reads an answer that is one call."""
 
-    def __init__(self, name: str | None) -> None:
-        self.id = f"call_{uuid.uuid4().hex[:24]}"
-        self.name = name
-        self._has_envelope = name is None
-        self._held = ""
-        self._arguments = ""
+    def __init__(self, call: ForcedCall) -> None:
+        self.finish_reason = call.finish_reason
+        self._name = call.name
+        self._has_name = call.name is not None
+        self._call = JsonCall(0, None)
 
-    def whole(self, text: str) -> ToolCall | None:
-        """The call in a whole text; None if the text ends before the function's name."""
-        arguments = self.feed(text, last=True)
-        if self.name is None:
-            return None
-        return ToolCall(id=self.id, function=FunctionCall(name=self.name, arguments=arguments))
-
-    def feed(self, text: str, *, last: bool) -> str:
-        """More text; returns what it adds to the arguments. `name` is set once it is known."""
-        if not self._has_envelope:
-            return text
-        self._held += text
-        if self.name is None:
-            begun = _ENVELOPE.match(self._held)
-            if begun is None:
-                return ""
-            self.name = json.loads(begun[1])
-            self._held = self._held[begun.end() :]
-        added = self._held
-        body, brace, space = self._held.rpartition("}")
-        if brace and not space.strip():  # the last brace may be the envelope's, so it is held back
-            added = body
-        self._held = self._held[len(added) :]
-        self._arguments += added
-        if last and self._held and not _is_json(self._arguments):  # the text was cut off within the arguments
-            added, self._held = added + self._held, ""
-        return added
+    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
+        """More text. One that ends before the function's name is only what the grammar puts before it."""
+        if self._has_name:  # the text is the arguments
+            name, self._name = self._name, None
+            return ReplyDelta(calls=(CallDelta(0, text, name),) if text or name else ())
+        calls = [*self._call.feed(text), *(self._call.end() if last else ())]
+        return ReplyDelta(calls=tuple(calls))
 
 
 def _of_objects(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
@@ -132,11 +107,3 @@ def _moved(schema: Any, place: str) -> Any:
         elif keyword in (*SINGLE_SCHEMAS, "propertyNames"):
             moved[keyword] = _moved(value, place)
     return moved
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

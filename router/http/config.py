@@ -52,6 +52,16 @@ class HttpOptions:
         None, "what clients call the model; None: as --model", metavar="NAME"
     )
     chat_template: Path | None = flag(None, "jinja template; None: the model's own", Path, "FILE")
+    tool_call_parser: str | None = flag(
+        None,
+        "how the model writes calls of tools, as SGLang and vLLM name it; None: as its chat template says",
+        metavar="NAME",
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "think: the model reasons between <think> and </think>; none: it does not; None: as its chat template says",
+        choices=("think", "none"),
+    )
     skip_tokenizer_init: bool = flag(
         False, "load no tokenizer: prompts are token ids, and answers have token ids and no text"
     )

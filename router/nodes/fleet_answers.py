@@ -151,6 +151,8 @@ class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False)
         int, Field(description="Tokens in the smallest KV pool of a decode node.")
     ]
     max_running_requests: int
+    tool_call_parser: Annotated[str, Field(description="The family whose calls of tools are read, or none.")]
+    reasoning_parser: Annotated[str, Field(description="think: reasoning is told apart; or none.")]
     internal_states: list[InternalState]
     nodes: list[NodeInfo]
 

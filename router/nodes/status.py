@@ -12,6 +12,7 @@ from router.nodes.fleet_answers import FleetMember, Health, NodeInfo, ServerInfo
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.node_link import LiveNode
+from router.text.reply_parser import NO_PARSER
 from router.text.served_model import ModelSlot
 from shared.protocol.messages import Role
 
@@ -65,6 +66,8 @@ class FleetStatus:
             dtype=layout.dtype if layout else None,
             max_total_num_tokens=min((n.limits.max_total_num_tokens for n in decode), default=0),
             max_running_requests=sum(n.limits.max_running_requests for n in decode),
+            tool_call_parser=self._model.get().tool_call_parser,
+            reasoning_parser="think" if self._model.get().reasons else NO_PARSER,
             internal_states=[
                 {"node_id": node.ref.node_id, "role": node.role, **asdict(node.load)} for _, node in connected
             ],

@@ -53,6 +53,7 @@ class ChatTemplate:
         added_tokens: Collection[tokenizers.AddedToken] = (),
         limits: Limits | None = None,
     ) -> None:
+        self.sources = tuple(sources.values())
         self._special_tokens = dict(special_tokens)
         self._sandbox = SandboxedTemplates(limits or Limits(), ControlTokens(added_tokens, sources.values()))
         self._knows_developer = any("developer" in source for source in sources.values())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.text.chat_template import ChatTemplate, load_chat_template
+from router.text.reply_parser import NO_PARSER, THINK, ReplyFormat, family_of, find_family, reply_formats
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.model.config import load_model_config
@@ -20,6 +21,10 @@ class ServedModel:
     path: Path
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tool_call_parser: str
+    """The family in whose way it writes calls of tools; NO_PARSER: not known, and then they are text."""
+    reasons: bool
+    """Whether its answers may have reasoning between THINK."""
     vocab_size: int
     context_length: int
 
@@ -32,19 +37,42 @@ class ServedModel:
         served_name: str | None,
         chat_template: Path | None,
         skip_tokenizer_init: bool = False,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> ServedModel:
-        """Read a model folder's config, tokenizer and template. Raises ConfigError."""
+        """Read a model folder's config, tokenizer and template. Raises ConfigError.
+
+        Parsers are those of the families that the template names, unless they are named here.
+        """
         config = load_model_config(path)
         tokenizer = Tokenizer(None) if skip_tokenizer_init else Tokenizer.load(path)
+        template = load_chat_template(path, chat_template, tokenizer.added_tokens)
+        sources = template.sources if template is not None else ()
+        tool_call_parser = family_of(tool_call_parser) if tool_call_parser else find_family(sources)
         return cls(
             name=served_name or model,
             model=model,
             path=path,
             tokenizer=tokenizer,
-            chat_template=load_chat_template(path, chat_template, tokenizer.added_tokens),
+            chat_template=template,
+            tool_call_parser=tool_call_parser,
+            reasons=reasoning_parser != NO_PARSER
+            if reasoning_parser
+            else any(tag in s for s in sources for tag in THINK),
             vocab_size=config.vocab_size,
             context_length=config.context_length,
         )
+
+    @property
+    def call_format(self) -> ReplyFormat | None:
+        """How it writes calls of tools."""
+        return reply_formats().get(self.tool_call_parser)
+
+    @property
+    def writes_calls_with_special_tokens(self) -> bool:
+        """Whether a call can only be read where special tokens are text."""
+        strings = self.call_format.strings if self.call_format is not None else ()
+        return any(token.special and token.content in strings for token in self.tokenizer.added_tokens)
 
 
 class ModelSlot:

@@ -206,3 +206,66 @@ def test_what_the_template_sees(folder: Path) -> None:
             assert sent.work.params.grammar is None
 
     with_client(folder, "fine", use)
+
+
+HERMES = TEMPLATE + "{# <tool_call> <think> #}"
+AUTO = f"<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
+
+
+def test_a_call_that_the_model_decides_on(hermes: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
+        for choice in ({}, {"tool_choice": "auto"}):
+            answered = (await client.chat.completions.create(**asked, **choice)).choices[0]
+            assert answered.finish_reason == "tool_calls"
+            assert answered.message.content == "I look."
+            assert answered.message.model_extra == {"reasoning_content": "hm", "reasoning": "hm"}
+            (call,) = answered.message.tool_calls or ()
+            assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+        assert decode.all(Decode)[0].work.params.grammar is None
+        async with client.chat.completions.stream(**asked) as stream:
+            told = (await stream.get_final_completion()).choices[0]
+        assert told.message.content == "I look." and told.finish_reason == "tool_calls"
+        (call,) = told.message.tool_calls or ()
+        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+        chunks = [c async for c in await client.chat.completions.create(**asked, stream=True)]
+        deltas = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
+        assert deltas[0].id and len(deltas) > 5, "arguments come piece by piece"
+
+    with_client(hermes, AUTO, use)
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "reasoning"),
+    [
+        ({"tool_choice": "none"}, f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "hm"),
+        ({"extra_body": {"include_reasoning": False}}, "I look.", None),
+        ({"extra_body": {"separate_reasoning": False}}, "<think>\nhm\n</think>\n\nI look.", None),
+        ({"reasoning_effort": "none"}, "I look.", "hm"),
+    ],
+)
+def test_what_is_told_apart(
+    hermes: Path, fields: dict[str, Any], content: str, reasoning: str | None
+) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, **fields}
+        message = (await client.chat.completions.create(**asked)).choices[0].message
+        assert message.content == content
+        assert (message.model_extra or {}).get("reasoning_content") == reasoning
+        assert (message.tool_calls is None) == (fields.get("tool_choice") == "none")
+
+    with_client(hermes, AUTO, use)
+
+
+def test_calls_of_an_unknown_family_are_text(folder: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        answered = await client.chat.completions.create(model="tiny", messages=QUESTION, tools=TOOLS)
+        assert answered.choices[0].message.content == AUTO
+        assert answered.choices[0].finish_reason == "stop"
+
+    with_client(folder, AUTO, use)

@@ -245,8 +245,6 @@ CHAT = [
             ),
             ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name is missing"),
             ({"tools": [TOOL] * 2, "tool_choice": "required"}, "tools[1].function.name: there is another"),
-            ({"tools": [TOOL]}, "tool_choice auto, the default beside tools, is not supported"),
-            ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice auto, the default beside tools, is not"),
             ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice must be none, auto or required, not 'f'"),
             ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
             ({"tools": [TOOL], "tool_choice": ["none"]}, "tool_choice must be none, auto, required or {"),
@@ -261,10 +259,10 @@ CHAT = [
             ),
             ({"functions": [{}]}, "functions is not supported: use tools"),
             (
-                {"reasoning_effort": "low"},
-                "reasoning_effort is not supported: no part of the answer is parsed",
+                {"reasoning_effort": "most"},
+                "reasoning_effort must be none, minimal, low, medium, high or xhigh",
             ),
-            ({"separate_reasoning": True}, "separate_reasoning is not supported: no part"),
+            ({"reasoning": {"effort": "low"}}, "reasoning is not supported: use reasoning_effort"),
             ({"modalities": ["text", "audio"]}, "modalities is not supported yet"),
             (
                 {"continue_final_message": True, "add_generation_prompt": True},

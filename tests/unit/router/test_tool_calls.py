@@ -12,7 +12,7 @@ import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.tool_calls import CallReader, ForcedCall
+from router.api.tool_calls import ForcedCall
 from shared.errors import RequestError
 from shared.grammar.schema_keywords import check_keywords
 from tests.unit.router.fakes import EOS, byte_level_tokenizer
@@ -35,6 +35,21 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
+FORCED = ForcedCall(name=None, grammar=None, finish_reason="tool_calls")
+
+
+def read(pieces: list[str], call: ForcedCall = FORCED) -> tuple[str | None, str]:
+    """The name and the arguments of the call that comes in these pieces."""
+    reader = call.reader()
+    told = [
+        more
+        for at, piece in enumerate(pieces, 1)
+        for more in reader.feed(piece, last=at == len(pieces)).calls
+    ]
+    assert [more.name for more in told[1:]] == [None] * len(told[1:])
+    return (told[0].name if told else None), "".join(more.arguments for more in told)
+
+
 @given(
     name=st.text(min_size=1, max_size=5),
     arguments=ARGUMENTS,
@@ -46,25 +61,17 @@ def test_a_call_is_the_same_for_any_split(
 ) -> None:
     inner = json.dumps(arguments, ensure_ascii=False)
     text = f'{{{space}"name":{space}{json.dumps(name)},{space}"arguments":{space}{inner}{space}}}{space}'
-    pieces = pieces_of(text, cuts)
-    reader = CallReader(None)
-    told = "".join(reader.feed(piece, last=at == len(pieces)) for at, piece in enumerate(pieces, 1))
-    assert reader.name == name
-    assert json.loads(told) == arguments
-    whole = CallReader(None).whole(text)
-    assert whole is not None
-    assert (whole.function.name, whole.function.arguments) == (name, told)
+    told = read(pieces_of(text, cuts))
+    assert told == (name, inner) == read([text])
 
 
 @given(cut=st.integers(0, 46), at=st.integers(0, 46))
 def test_a_call_that_is_cut_off_keeps_all_that_was_said_of_the_arguments(cut: int, at: int) -> None:
     whole = '{"name": "f", "arguments": {"a": {"b": "}"}, '
     text = whole[:cut]
-    reader = CallReader(None)
-    told = reader.feed(text[:at], last=False) + reader.feed(text[at:], last=True)
+    name, told = read([text[:at], text[at:]])
     assert told == text[whole.index(' {"a"') + 1 :]
-    if not text.startswith('{"name": "f", "arguments":'):
-        assert CallReader(None).whole(text) is None
+    assert name == ("f" if told else None)
 
 
 def test_a_named_function_needs_no_envelope() -> None:
@@ -72,9 +79,7 @@ def test_a_named_function_needs_no_envelope() -> None:
     assert call.grammar is not None
     assert json.loads(call.grammar.grammar.text) == CITY
     assert call.grammar.field == "tools[0].function.parameters"
-    reader = call.reader()
-    assert reader.feed('{"city"', last=False) + reader.feed(": 1}", last=True) == '{"city": 1}'
-    assert reader.name == "f" and reader.id.startswith("call_")
+    assert read(['{"city"', ": 1}"], call) == ("f", '{"city": 1}')
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,368 @@
+"""Reads an answer as its model writes it: reasoning, text, and calls of tools, piece by piece as the text comes.
+
+    text ──▶ transformers' ResponseParser ──regions──▶ ReplyReader ──▶ ReplyDelta(reasoning, content, calls)
+
+What begins and ends a region is data: `reply_formats.json` has a family of models an entry, in the terms of
+transformers' `response_template`. Where a call's body is JSON, its arguments are told as they come; where it is tags,
+when the call ends. However the text is cut into pieces, what is told of it adds up to the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import regex
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from shared.errors import ConfigError
+
+THINK = ("<think>", "</think>")
+NO_PARSER = "none"
+_FORMATS = Path(__file__).with_name("reply_formats.json")
+_TEXT = {"content": "text", "content_args": {"strip": False}}
+
+
+class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the models of a family write calls. They are found by the strings that their chat templates have."""
+
+    aliases: tuple[str, ...]
+    found_by: tuple[str, ...]
+    call: dict[str, Any]
+    """The region of a call, as a field of a response template."""
+    dropped: tuple[str, ...] = ()
+    """What stands around calls and says nothing."""
+    name: str | None = None
+    """A regular expression of what comes before the arguments, with the function's `name`, where the body of a call
+    is not `{"name": .., "arguments": ..}`."""
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the arguments of a call are JSON, else tags."""
+        return "transform" not in self.call
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """That are written around calls."""
+        return (*self.found_by, *self.dropped)
+
+    @property
+    def regions(self) -> dict[str, Any]:
+        """As fields of a response template."""
+        around = {"around": {"open": list(self.dropped), "close_pattern": "", "repeats": True}}
+        call = {"repeats": True, **(_TEXT if self.is_json else {}), **self.call}
+        return {**(around if self.dropped else {}), "call": call}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyRegions:
+    """What is read of the answers to one request: calls in a `call_format`, and reasoning, both if any.
+
+    `tools` are those of the request, by whose schemas arguments in tags are typed. The prompt may end in reasoning.
+    """
+
+    call_format: ReplyFormat | None
+    reasons: bool
+    in_reasoning: bool
+    tools: Sequence[dict[str, Any]] = ()
+
+    def reader(self) -> ReplyReader:
+        """A reader for one answer."""
+        return ReplyReader(self)
+
+    @cached_property
+    def template(self) -> ResponseTemplate:
+        """As transformers' parser takes it."""
+        think = {"open": THINK[0], "close": THINK[1], "repeats": True, **_TEXT}
+        fields = {
+            "content": {"repeats": True, **_TEXT},
+            **({"reasoning": think} if self.reasons else {}),
+            **(self.call_format.regions if self.call_format is not None else {}),
+        }
+        return load_response_template({"start_anchor": "\0", "fields": fields})
+
+
+@cache
+def reply_formats() -> Mapping[str, ReplyFormat]:
+    """All families, by their names."""
+    return msgspec.json.decode(_FORMATS.read_bytes(), type=dict[str, ReplyFormat])
+
+
+def find_family(sources: Collection[str]) -> str:
+    """The family whose strings are all in these chat templates; of several, the one that names most of them."""
+    text, formats = "\0".join(sources), reply_formats()
+    found = [name for name, one in formats.items() if all(part in text for part in one.found_by)]
+    return max(found, key=lambda name: len(formats[name].found_by), default=NO_PARSER)
+
+
+def family_of(name: str) -> str:
+    """The family of a name as SGLang or vLLM has it. Raises ConfigError."""
+    names = {alias: own for own, one in reply_formats().items() for alias in (own, *one.aliases)}
+    if name not in (NO_PARSER, *names):
+        raise ConfigError(f"--tool-call-parser {name}: it is one of {NO_PARSER}, {', '.join(names)}")
+    return names.get(name, NO_PARSER)
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """More of the call `index`. Its name comes once, with the first piece."""
+
+    index: int
+    arguments: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class ReplyDelta:
+    """What a piece of text adds to an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+@dataclass
+class _Told:
+    reasoning: list[str] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class ReplyReader:
+    """Reads one answer."""
+
+    def __init__(self, regions: ReplyRegions) -> None:
+        in_reasoning = regions.reasons and regions.in_reasoning
+        prefix = THINK[0] if in_reasoning else ""
+        self._format = regions.call_format
+        self._parser = ResponseParser(regions.template, prefix=prefix, tools=[*regions.tools])
+        self._call: JsonCall | None = None
+        self._region = "reasoning" if in_reasoning else "content"
+        self._held = {"reasoning": "", "content": ""}
+        """Space that is told only when text of the same region follows."""
+        self._is_fresh = {"reasoning": True, "content": in_reasoning}
+        """Behind another region, in which space at the beginning says nothing."""
+        self.num_calls = 0
+        """That are complete, or were cut off."""
+
+    @property
+    def finish_reason(self) -> Literal["stop", "tool_calls"]:
+        """Of an answer that has ended by itself."""
+        return "tool_calls" if self.num_calls else "stop"
+
+    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
+        """More text, and the end of the answer with the `last`."""
+        told = _Told()
+        self._take(self._parser.feed(text), told)
+        if last:
+            _, events = self._parser.finalize()
+            self._take(events, told)
+            if self._region == "content":
+                told.content.append(self._held["content"])
+        return ReplyDelta("".join(told.reasoning), "".join(told.content), tuple(told.calls))
+
+    def _take(self, events: Sequence[Mapping[str, Any]], told: _Told) -> None:
+        for event in events:
+            region, kind = event["field"], event["type"]
+            if kind == "region_open":
+                self._open(region)
+            elif kind == "region_chunk" and region in self._held:
+                self._tell(region, event["text"], told)
+            elif kind == "region_chunk" and self._call is not None:
+                told.calls += self._call.feed(event["text"])
+            elif kind == "region_close" and region == "call":
+                self._close_call(event["value"], told)
+
+    def _open(self, region: str) -> None:
+        if region != self._region:
+            self._held = dict.fromkeys(self._held, "")
+            self._is_fresh = dict.fromkeys(self._is_fresh, True)
+            self._region = region
+        if region == "call" and self._format is not None and self._format.is_json:
+            self._call = JsonCall(self.num_calls, self._format.name)
+
+    def _tell(self, region: str, text: str, told: _Told) -> None:
+        text = self._held[region] + text
+        if self._is_fresh[region]:
+            text = text.lstrip()
+        said = text.rstrip()
+        self._held[region] = text[len(said) :]
+        if said:
+            self._is_fresh[region] = False
+            (told.reasoning if region == "reasoning" else told.content).append(said)
+
+    def _close_call(self, value: Any, told: _Told) -> None:
+        if self._call is None:
+            function = value["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            told.calls.append(CallDelta(self.num_calls, arguments, function["name"]))
+            self.num_calls += 1
+            return
+        told.calls += self._call.end()
+        self.num_calls += self._call.num_begun
+        if not self._call.num_begun and self._format is not None:  # it is no call, so it is text
+            raw = f"{self._format.call.get('open', '')}{value}{self._format.call.get('close', '')}"
+            self._region = "content"
+            self._tell("content", raw, told)
+        self._call = None
+
+
+class JsonCall:
+    """One region of JSON: `{"name": .., "arguments": {..}}`, or the arguments behind a name, or a list of calls."""
+
+    def __init__(self, index: int, name: str | None) -> None:
+        self.num_begun = 0
+        """Calls of which something was told."""
+        self._index = index
+        self._head = regex.compile(name) if name else None
+        self._text = ""
+        self._name: str | None = None
+        self._scan = _ObjectScan()
+        self._num_told = 0
+
+    def feed(self, text: str) -> Iterator[CallDelta]:
+        """What more text adds."""
+        self._text += text
+        if self._name is None and self._head is not None and not self._text.lstrip().startswith(("[", "{")):
+            head = self._head.match(self._text)
+            if head is None:
+                return
+            self._name = next(name for name in head.groupdict().values() if name).strip()
+            self._text = self._text[head.end() :]
+            self._scan.feed(self._text)
+        else:
+            self._scan.feed(text)
+        yield from self._more()
+
+    def end(self) -> Iterator[CallDelta]:
+        """What the end of the region adds."""
+        if self.num_begun:
+            return
+        if self._head is not None and self._name is not None:
+            yield self._delta("{}")  # a call without arguments
+        else:
+            yield from self._whole()
+
+    def _more(self) -> Iterator[CallDelta]:
+        scan = self._scan
+        if self._head is not None and self._name is not None:
+            begin, end = scan.begin, scan.end
+        else:
+            name = scan.value("name")
+            self._name = name if isinstance(name, str) else None
+            begin, end = scan.container("arguments") or scan.container("parameters") or (None, None)
+        if self._name is None or begin is None:
+            return
+        so_far = scan.text[begin:end]
+        more, self._num_told = so_far[self._num_told :], len(so_far)
+        if more:
+            yield self._delta(more)
+
+    def _delta(self, arguments: str) -> CallDelta:
+        name = None if self.num_begun else self._name
+        self.num_begun = 1
+        return CallDelta(self._index, arguments, name)
+
+    def _whole(self) -> Iterator[CallDelta]:
+        """The calls of a region that is complete, and that could not be told piece by piece."""
+        try:
+            value = json.loads(self._text)
+        except (ValueError, RecursionError):
+            return
+        calls = value if isinstance(value, list) else [value]
+        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+            return
+        for at, call in enumerate(calls):
+            arguments = call.get("arguments", call.get("parameters")) or {}
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            self.num_begun = at + 1
+            yield CallDelta(self._index + at, text, call["name"])
+
+
+class _ObjectScan:
+    """Where the values of an object's own keys begin and end, as its JSON comes. Each character is looked at once."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.begin: int | None = None
+        """Where the object begins and ends; None: not yet."""
+        self.end: int | None = None
+        self._values: dict[str, tuple[int, int | None]] = {}
+        self._depth = 0
+        self._string_from: int | None = None
+        self._is_escaped = False
+        self._key: str | None = None
+        self._value_from: int | None = None
+
+    def feed(self, text: str) -> None:
+        """More text."""
+        first = len(self.text)
+        self.text += text
+        for at in range(first, len(self.text)):
+            if self.end is None:
+                self._look(at, self.text[at])
+
+    def container(self, key: str) -> tuple[int, int | None] | None:
+        """Where the object or array of a key begins, and ends; None while it is not there, or is something else."""
+        span = self._values.get(key)
+        return span if span is not None and self.text[span[0]] in "{[" else None
+
+    def value(self, key: str) -> Any:
+        """The value of a key that is complete; None else."""
+        begin, end = self._values.get(key, (0, None))
+        return None if end is None else json.loads(self.text[begin:end])
+
+    def _look(self, at: int, char: str) -> None:
+        if self._string_from is not None:
+            if self._is_escaped or char == "\\":
+                self._is_escaped = not self._is_escaped
+            elif char == '"':
+                self._end_string(at)
+            return
+        if (
+            self._depth == 1
+            and self._key is not None
+            and self._value_from is None
+            and char not in " \t\r\n:,}"
+        ):
+            self._value_from = at
+            self._values[self._key] = at, None
+        if char == '"' and self._depth:
+            self._string_from = at
+        elif char in "{[":
+            if not self._depth:
+                self.begin = at
+            self._depth += 1
+        elif char in "}]" and self._depth:
+            self._depth -= 1
+            if self._depth == 1:
+                self._end_value(at + 1)
+            elif not self._depth:
+                self._end_value(at)
+                self.end = at + 1
+        elif char == "," and self._depth == 1:
+            self._end_value(at)
+
+    def _end_string(self, at: int) -> None:
+        begin, self._string_from = self._string_from, None
+        if self._depth == 1 and self._key is None:
+            self._key = self._decoded(begin, at + 1)
+        elif self._depth == 1 and self._value_from == begin:
+            self._end_value(at + 1)
+
+    def _decoded(self, begin: int | None, end: int) -> str:
+        try:
+            return str(json.loads(self.text[begin:end]))
+        except ValueError:
+            return self.text[begin:end]
+
+    def _end_value(self, end: int) -> None:
+        if self._key is not None and self._value_from is not None:
+            self._values[self._key] = self._value_from, end
+        self._key = self._value_from = None

@@ -1,0 +1,200 @@
+"""What models of each family write, read as reasoning, text and calls, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.text.reply_parser import NO_PARSER, ReplyRegions, family_of, find_family, reply_formats
+from shared.errors import ConfigError
+
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+TOOLS: list[dict[str, Any]] = [{"function": {"name": "get", "parameters": PARAMETERS}}]
+Read = tuple[str, str, list[tuple[str, str]]]
+"""Reasoning, content, and the names and arguments of calls."""
+
+
+def read(
+    family: str, text: str, cuts: list[int], *, reasons: bool = True, in_reasoning: bool = False
+) -> Read:
+    """`text` in pieces; each call begins with its name, and indices follow each other."""
+    regions = ReplyRegions(
+        call_format=reply_formats().get(family_of(family)),
+        reasons=reasons,
+        in_reasoning=in_reasoning,
+        tools=TOOLS,
+    )
+    places = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)] or [text]
+    reader, reasoning, content = regions.reader(), "", ""
+    calls: list[tuple[str, str]] = []
+    for at, piece in enumerate(pieces, 1):
+        said = reader.feed(piece, last=at == len(pieces))
+        reasoning += said.reasoning
+        content += said.content
+        for call in said.calls:
+            if call.name is not None:
+                assert call.index == len(calls)
+                calls.append((call.name, ""))
+            assert call.index == len(calls) - 1
+            calls[-1] = calls[-1][0], calls[-1][1] + call.arguments
+    assert reader.num_calls == len(calls)
+    assert reader.finish_reason == ("tool_calls" if calls else "stop")
+    return reasoning, content, calls
+
+
+GET = ("get", '{"n": 3}')
+SAID: list[tuple[str, str, Read]] = [
+    (
+        "hermes",
+        '<think>\nhm, {\n</think>\n\nI look. \n<tool_call>\n{"name": "get", "arguments": {"s": "a}\\"{<", "n": [1]}}'
+        '\n</tool_call>\n<tool_call>\n{"arguments": {"é": "日"}, "name": "b"}\n</tool_call>',
+        ("hm, {", "I look.", [("get", '{"s": "a}\\"{<", "n": [1]}'), ("b", '{"é": "日"}')]),
+    ),
+    ("hermes", " plain text, with < and {\n", ("", " plain text, with < and {\n", [])),
+    ("hermes", '{"a": 1}', ("", '{"a": 1}', [])),
+    ("hermes", "<think></think>\n\nyes", ("", "yes", [])),
+    ("hermes", "<think>without an end", ("without an end", "", [])),
+    ("hermes", '<tool_call>{"name": "get"}</tool_call>', ("", "", [("get", "{}")])),
+    ("hermes", '<tool_call>{"name": "get", "arguments": "{\\"n\\": 3}"}</tool_call>', ("", "", [GET])),
+    ("hermes", '<tool_call>{"name": "get", "arguments": {"n": 3', ("", "", [("get", '{"n": 3')])),
+    ("hermes", '<tool_call>{"name": "ge', ("", '<tool_call>{"name": "ge</tool_call>', [])),
+    ("hermes", "a <tool_call>[1</tool_call> b", ("", "a<tool_call>[1</tool_call> b", [])),
+    ("hermes", '[1] <tool_call>[{"name": "get", "arguments": {"n": 3}}]</tool_call>', ("", "[1]", [GET])),
+    (
+        "qwen3_coder",
+        "x\n<tool_call>\n<function=get>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\na\n\nb\n</parameter>\n"
+        "</function>\n</tool_call>",
+        ("", "x", [("get", '{"n": 3, "s": "a\\n\\nb"}')]),
+    ),
+    (
+        "glm45",
+        "<think>so</think>\n<tool_call>get\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        ("so", "", [GET]),
+    ),
+    (
+        "minimax-m2",
+        '<minimax:tool_call>\n<invoke name="get">\n<parameter name="n">3</parameter>\n</invoke>\n<invoke name="b">\n'
+        "</invoke>\n</minimax:tool_call>",
+        ("", "", [GET, ("b", "{}")]),
+    ),
+    (
+        "deepseekv31",
+        'hi<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{"n": 3}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>b<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", "hi", [GET, ("b", "{}")]),
+    ),
+    (
+        "deepseekv3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n{"n": 3}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", "", [GET]),
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
+        '{"n": 3}<|tool_call_end|><|tool_calls_section_end|>',
+        ("", "", [GET]),
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "get", "arguments": {"n": 3}}, {"name": "b", "arguments": {}}]',
+        ("", "", [GET, ("b", "{}")]),
+    ),
+    ("mistral", 'ok[TOOL_CALLS]get[ARGS]{"n": 3}[TOOL_CALLS]b[ARGS]{}', ("", "ok", [GET, ("b", "{}")])),
+    ("llama3", '{"name": "get", "parameters": {"n": 3}}', ("", "", [GET])),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "get", "parameters": {"n": 3}}; {"name": "b", "parameters": {}}',
+        ("", "", [GET, ("b", "{}")]),
+    ),
+    ("llama3", 'see {"name": "get"}', ("", 'see {"name": "get"}', [])),
+]
+PLACES = st.lists(st.integers(0, 400), max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "expected"), SAID, ids=[f"{one[0]}-{at}" for at, one in enumerate(SAID)]
+)
+def test_any_cut_of_an_answer_is_read_alike(family: str, text: str, expected: Read) -> None:
+    assert read(family, text, []) == expected
+    assert read(family, text, [*range(len(text))]) == expected
+
+    @given(PLACES)
+    def check(cuts: list[int]) -> None:
+        assert read(family, text, cuts) == expected
+
+    check()
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "get", "arguments": ',
+                '{"n": 3}',
+                "}",
+            ]
+            + ["text ", " \n", "<", '"', "\\", "[", "é"]
+        ),
+        max_size=12,
+    ),
+    cuts=PLACES,
+    in_reasoning=st.booleans(),
+)
+def test_whatever_a_model_writes_is_read_alike_in_any_cut(
+    parts: list[str], cuts: list[int], in_reasoning: bool
+) -> None:
+    text = "".join(parts)
+    whole = read("hermes", text, [], in_reasoning=in_reasoning)
+    assert read("hermes", text, cuts, in_reasoning=in_reasoning) == whole
+
+
+def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
+    regions = ReplyRegions(call_format=reply_formats()["hermes"], reasons=False, in_reasoning=False)
+    reader = regions.reader()
+    pieces = ('<tool_call>{"name": "get", "arg', 'uments": {"s": "a', "b", 'c"}}', "</tool_call>")
+    told = [[(call.name, call.arguments) for call in reader.feed(piece).calls] for piece in pieces]
+    assert told == [[], [("get", '{"s": "a')], [(None, "b")], [(None, 'c"}')], []]
+
+
+def test_nothing_but_what_may_become_a_call_is_held_back() -> None:
+    regions = ReplyRegions(call_format=reply_formats()["hermes"], reasons=True, in_reasoning=False)
+    reader = regions.reader()
+    assert [reader.feed(piece).content for piece in ("a", "b <t", "o b", " ", "c")] == [
+        "a",
+        "b",
+        " <to b",
+        "",
+        " c",
+    ]
+
+
+def test_a_prompt_may_end_in_reasoning() -> None:
+    assert read("hermes", "\nhm\n</think>\n\nyes", [], in_reasoning=True) == ("hm", "yes", [])
+    assert read("none", "<think>hm</think>yes", []) == ("hm", "yes", [])
+
+
+def test_families_are_found_by_their_chat_templates() -> None:
+    for family, one in reply_formats().items():
+        assert find_family([" ".join(one.found_by)]) == family
+        assert {family_of(name) for name in (family, *one.aliases)} == {family}
+    assert find_family(["{{ messages }}"]) == family_of("none") == NO_PARSER
+    with pytest.raises(ConfigError) as refused:
+        family_of("hermes3")
+    assert "--tool-call-parser hermes3" in str(refused.value)
+
+
+def test_reading_needs_no_torch() -> None:
+    code = "import sys, router.text.reply_parser; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
