@@ -14,14 +14,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import regex
-from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 THINK = ("<think>", "</think>")
 NO_PARSER = "none"
@@ -79,6 +80,8 @@ class ReplyRegions:
     @cached_property
     def template(self) -> ResponseTemplate:
         """As transformers' parser takes it."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
         think = {"open": THINK[0], "close": THINK[1], "repeats": True, **_TEXT}
         fields = {
             "content": {"repeats": True, **_TEXT},
@@ -138,6 +141,9 @@ class ReplyReader:
     """Reads one answer."""
 
     def __init__(self, regions: ReplyRegions) -> None:
+        # Half a second, which a model that needs it takes when it is loaded.
+        from transformers.utils.chat_parsing import ResponseParser
+
         in_reasoning = regions.reasons and regions.in_reasoning
         prefix = THINK[0] if in_reasoning else ""
         self._format = regions.call_format

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.text.chat_template import ChatTemplate, load_chat_template
-from router.text.reply_parser import NO_PARSER, THINK, ReplyFormat, family_of, find_family, reply_formats
+from router.text.reply_parser import (
+    NO_PARSER,
+    THINK,
+    ReplyFormat,
+    ReplyRegions,
+    family_of,
+    find_family,
+    reply_formats,
+)
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.model.config import load_model_config
@@ -49,7 +57,7 @@ class ServedModel:
         template = load_chat_template(path, chat_template, tokenizer.added_tokens)
         sources = template.sources if template is not None else ()
         tool_call_parser = family_of(tool_call_parser) if tool_call_parser else find_family(sources)
-        return cls(
+        served = cls(
             name=served_name or model,
             model=model,
             path=path,
@@ -62,6 +70,9 @@ class ServedModel:
             vocab_size=config.vocab_size,
             context_length=config.context_length,
         )
+        if served.call_format is not None or served.reasons:
+            ReplyRegions(call_format=served.call_format, reasons=served.reasons, in_reasoning=False).reader()
+        return served
 
     @property
     def call_format(self) -> ReplyFormat | None:

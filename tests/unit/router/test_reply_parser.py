@@ -196,5 +196,8 @@ def test_families_are_found_by_their_chat_templates() -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, router.text.reply_parser; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from router.text.reply_parser import ReplyRegions as R; "
+        "R(call_format=None, reasons=True, in_reasoning=False).reader(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
