@@ -229,17 +229,24 @@ class JsonCall:
         self._head = regex.compile(name) if name else None
         self._text = ""
         self._name: str | None = None
+        self._is_behind_name = False
+        """Whether the name came first, and what follows is the arguments alone."""
         self._scan = _ObjectScan()
         self._num_told = 0
 
     def feed(self, text: str) -> Iterator[CallDelta]:
         """What more text adds."""
         self._text += text
-        if self._name is None and self._head is not None and not self._text.lstrip().startswith(("[", "{")):
+        if (
+            self._head is not None
+            and not self._is_behind_name
+            and not self._text.lstrip().startswith(("[", "{"))
+        ):
             head = self._head.match(self._text)
             if head is None:
                 return
             self._name = next(name for name in head.groupdict().values() if name).strip()
+            self._is_behind_name = True
             self._text = self._text[head.end() :]
             self._scan.feed(self._text)
         else:
@@ -250,14 +257,14 @@ class JsonCall:
         """What the end of the region adds."""
         if self.num_begun:
             return
-        if self._head is not None and self._name is not None:
+        if self._is_behind_name:
             yield self._delta("{}")  # a call without arguments
         else:
             yield from self._whole()
 
     def _more(self) -> Iterator[CallDelta]:
         scan = self._scan
-        if self._head is not None and self._name is not None:
+        if self._is_behind_name:
             begin, end = scan.begin, scan.end
         else:
             name = scan.value("name")
@@ -265,8 +272,8 @@ class JsonCall:
             begin, end = scan.container("arguments") or scan.container("parameters") or (None, None)
         if self._name is None or begin is None:
             return
-        so_far = scan.text[begin:end]
-        more, self._num_told = so_far[self._num_told :], len(so_far)
+        more = scan.text[begin + self._num_told : end]
+        self._num_told += len(more)
         if more:
             yield self._delta(more)
 
@@ -320,9 +327,12 @@ class _ObjectScan:
         return span if span is not None and self.text[span[0]] in "{[" else None
 
     def value(self, key: str) -> Any:
-        """The value of a key that is complete; None else."""
+        """The value of a key that is complete, and JSON; None else."""
         begin, end = self._values.get(key, (0, None))
-        return None if end is None else json.loads(self.text[begin:end])
+        try:
+            return None if end is None else json.loads(self.text[begin:end])
+        except (ValueError, RecursionError):
+            return None
 
     def _look(self, at: int, char: str) -> None:
         if self._string_from is not None:

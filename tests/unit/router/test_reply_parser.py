@@ -64,6 +64,11 @@ SAID: list[tuple[str, str, Read]] = [
     ("hermes", '<tool_call>{"name": "get"}</tool_call>', ("", "", [("get", "{}")])),
     ("hermes", '<tool_call>{"name": "get", "arguments": "{\\"n\\": 3}"}</tool_call>', ("", "", [GET])),
     ("hermes", '<tool_call>{"name": "get", "arguments": {"n": 3', ("", "", [("get", '{"n": 3')])),
+    (
+        "hermes",
+        r'<tool_call>{"name": "\x", "arguments": {}}</tool_call>',
+        ("", r'<tool_call>{"name": "\x", "arguments": {}}</tool_call>', []),
+    ),
     ("hermes", '<tool_call>{"name": "ge', ("", '<tool_call>{"name": "ge</tool_call>', [])),
     ("hermes", "a <tool_call>[1</tool_call> b", ("", "a<tool_call>[1</tool_call> b", [])),
     ("hermes", '[1] <tool_call>[{"name": "get", "arguments": {"n": 3}}]</tool_call>', ("", "[1]", [GET])),
@@ -133,31 +138,52 @@ def test_any_cut_of_an_answer_is_read_alike(family: str, text: str, expected: Re
     check()
 
 
-@given(
-    parts=st.lists(
-        st.sampled_from(
-            [
-                "<think>",
-                "</think>",
-                "<tool_call>",
-                "</tool_call>",
-                '{"name": "get", "arguments": ',
-                '{"n": 3}',
-                "}",
-            ]
-            + ["text ", " \n", "<", '"', "\\", "[", "é"]
-        ),
-        max_size=12,
+PARTS = [
+    *(
+        "<think>",
+        "</think>",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "\\",
+        ":",
+        ",",
+        ";",
+        "<",
+        ">",
+        " ",
+        "\n",
+        "a",
+        "é",
+        "3",
+        "null",
     ),
-    cuts=PLACES,
-    in_reasoning=st.booleans(),
-)
-def test_whatever_a_model_writes_is_read_alike_in_any_cut(
-    parts: list[str], cuts: list[int], in_reasoning: bool
-) -> None:
-    text = "".join(parts)
-    whole = read("hermes", text, [], in_reasoning=in_reasoning)
-    assert read("hermes", text, cuts, in_reasoning=in_reasoning) == whole
+    *('{"name": "get"', ', "arguments": ', '{"n": 1}', "get", "functions.get:0", "[ARGS]", "```json\n"),
+    *(
+        "<function=get>",
+        "</function>",
+        "<parameter=n>",
+        "</parameter>",
+        "<arg_key>n</arg_key>",
+        "<arg_value>",
+    ),
+    *("</arg_value>", '<invoke name="get">', "</invoke>", '<parameter name="n">'),
+]
+
+
+@pytest.mark.parametrize("family", reply_formats())
+def test_whatever_a_model_writes_is_read_alike_in_any_cut(family: str) -> None:
+    parts = st.sampled_from([*reply_formats()[family].strings, *PARTS])
+
+    @given(st.lists(parts, max_size=14).map("".join), PLACES, st.booleans())
+    def check(text: str, cuts: list[int], in_reasoning: bool) -> None:
+        whole = read(family, text, [], in_reasoning=in_reasoning)
+        assert read(family, text, cuts, in_reasoning=in_reasoning) == whole
+        assert read(family, text, [*range(len(text))], in_reasoning=in_reasoning) == whole
+
+    check()
 
 
 def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
