@@ -237,6 +237,8 @@ def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
         yield "$ref", ": only a schema in the schema itself can be referred to, as '#' or '#/$defs/...'"
     elif isinstance(ref, str) and _target(ref, root) is None:
         yield "$ref", f": there is no schema at {ref}"
+    elif isinstance(ref, str) and _leads_to_itself(schema, root):
+        yield "$ref", ": it leads to nothing but itself"
     for keyword, value in schema.items():
         is_right, what = _VALUES.get(keyword, (None, ""))
         if is_right is None and not _is_annotation(keyword):
@@ -311,6 +313,19 @@ def _allowed_types(schema: object, root: object, seen: frozenset[str] = frozense
     if deciding in ("const", "enum"):
         return ["integer" if isinstance(v, float) and v.is_integer() else _TYPES[type(v)] for v in members]
     return [name for member in members for name in _allowed_types(member, root, seen)]
+
+
+def _leads_to_itself(schema: object, root: object, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether references lead round in a circle, with no other way out. `seen` are those on the way here."""
+    schema = _dict(schema)
+    deciding = _deciding(schema)
+    if deciding == "$ref":
+        ref = str(schema["$ref"])
+        return ref in seen or _leads_to_itself(_target(ref, root), root, seen | {ref})
+    members = schema[deciding] if deciding in LISTS_OF_SCHEMAS else []
+    return (
+        isinstance(members, list) and bool(members) and all(_leads_to_itself(m, root, seen) for m in members)
+    )
 
 
 def _deciding(schema: Schema) -> str | None:
