@@ -5,8 +5,8 @@
 
 What transfers and links are, grants and staging slots included, is the code that serves. The time of pages covers the
 messages of their link (offers, grants), since it is measured from the offer until all pages have come. A node's
-network card sends, and receives, one range of pages at a time, first come first served. Nothing falls silent here: a
-death is always noticed, so no deadline of a transfer passes.
+network card sends, and receives, one range of pages at a time, first come first served. Nothing falls silent here, so
+leases and the deadlines of a transfer that is under way are not simulated.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shared.protocol.messages import KVLayout, NodeRef, ReqKey
 from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, PeerLeft, Place, Ready
 
 OPTIONS = TransferOptions(
+    num_slots=1 << 20,  # offers queue at the cards, as chunks of real slots do, and not for a grant
     ready_timeout_s=math.inf,
-    connect_timeout_s=math.inf,
     offer_timeout_s=math.inf,
     transfer_timeout_s=math.inf,
     lease_s=math.inf,
@@ -43,9 +43,9 @@ OPTIONS = TransferOptions(
     peer_timeout_s=math.inf,
 )
 MAX_PAGES = 1 << 20
-"""Of a chunk: what is offered at once travels as one."""
+"""The most pages of a chunk, so many that an offer is always one chunk."""
 TIMED = Ready | Handoff | Done | CancelTransfer
-"""Messages that take their latency; the others are those of a link."""
+"""Messages that take their latency. Offers and the messages of a link take none: the time of pages covers them."""
 OF_A_TRANSFER = Offer | TIMED
 
 
@@ -62,7 +62,7 @@ class NetworkModel:
     notice_s: tuple[float, float] = (0.005, 0.05)
     """Until the others notice that a node has died."""
     transfer_fault: float = 0.0
-    """Of a transfer breaking off, at each of its messages and each range of its pages."""
+    """Of a transfer breaking off, where each of its messages comes."""
 
 
 class Transport:
@@ -137,9 +137,10 @@ class Transport:
 
     def _hand_over(self, sender: str, to: str, message: Any, by_sender: bool) -> None:
         sides = self._sides.get(to)
-        if sides is None or sender not in self._sides:
+        is_of_a_transfer = isinstance(message, OF_A_TRANSFER)
+        if sides is None or (sender not in self._sides and not is_of_a_transfer):
             return
-        if isinstance(message, OF_A_TRANSFER) and self.breaks():
+        if is_of_a_transfer and self.breaks():
             sides.break_off(message.key)
         (sides.receiver if by_sender else sides.sender).on_message(sender, message)
         sides.step_links()
@@ -256,7 +257,7 @@ class SimLink:
         self._receives: dict[int, _Op] = {}
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> _Op:
-        """As pages that take the time of both cards."""
+        """Send pages, which take the time of both cards."""
         transport, peer, op = self._transport, self._transport.links[self._name][self._peer_rank], _Op(self)
         sent_at, there_at = transport.start_pages(self.sides.name, peer.sides.name, nbytes)
         transport.loop.at(sent_at, op.finish, b"")
@@ -300,7 +301,7 @@ class _Op:
         self._link.sides.step_links()
 
     def wait(self, *, block: bool) -> bool:
-        """Whether it has; of an aborted link, never."""
+        """Whether it has left, or come. LinkError: its link was aborted first."""
         if not self._done and self._link.is_aborted:
             raise LinkError("the link is gone")
         return self._done

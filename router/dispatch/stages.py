@@ -184,7 +184,7 @@ class Start:
 def measure_start(req: RunningReq) -> Start | None:
     """How a sequence started; None until the nodes have reported every stage of it."""
     parts = stages_of(req)
-    by = next(iter(sorted((p for p in parts if ReqStage.PREFILLING in p.first_stays), key=_in_order)), None)
+    by = min((p for p in parts if ReqStage.PREFILLING in p.first_stays), key=_in_order, default=None)
     if by is None or req.first_token_at is None:
         return None
     attempt, node = by.attempt, by.node

@@ -25,13 +25,14 @@ class LoadProgress:
         )
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, str] = {}
-        if console.is_terminal:
+        self._is_shown = console.is_terminal and bool(node_ids)
+        if self._is_shown:
             for node_id in node_ids:
                 self._tasks[node_id] = self._progress.add_task("starting", node_id=node_id, total=1.0)
 
     def __enter__(self) -> LoadProgress:
         """Show the bars."""
-        if self._console.is_terminal:
+        if self._is_shown:
             self._progress.start()
         return self
 
@@ -39,7 +40,8 @@ class LoadProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the bars."""
-        self._progress.stop()
+        if self._is_shown:
+            self._progress.stop()
 
     def on_announcement(self, message: Announcement) -> None:
         """Show that a node loads, is ready, or could not start."""

@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from router.api.traces import Traces
 from router.dispatch.running_req import Attempt, RunningReq
-from router.dispatch.stages import StageSpan, stage_spans
+from router.dispatch.stages import StageSpan, stage_spans, stages_of
 from router.http.config import HttpOptions
 from router.server import open_traces
 from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport, Role, Stamp, Work
@@ -247,6 +247,16 @@ MOVED = [
 
 def test_each_node_of_a_sequence_that_moved_has_its_own_stages() -> None:
     assert as_rows(stage_spans(moved(), EPOCH - 100.0)) == MOVED
+
+
+def test_stages_of_two_nodes_are_not_mixed() -> None:
+    stays = {part.node.ref.node_id: part.stays for part in stages_of(moved(skew=3600.0))}
+    told = {name: [(stage, round(seconds, 3)) for stage, seconds in of] for name, of in stays.items()}
+    assert told == {
+        "p0": [("queued", 0.9), ("prefilling", 1.0)],
+        "d0": [("queued", 0.4), ("transferring", 2.5), ("decoding", 3.0)],
+        "d1": [("queued", 0.1), ("transferring", 0.5), ("decoding", 3.4)],
+    }
 
 
 @pytest.mark.parametrize("skew", [3600.0, -3600.0, 40.0])

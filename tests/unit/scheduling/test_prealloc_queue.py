@@ -97,7 +97,7 @@ class ComparedReq(Req):
 
 
 @pytest.mark.parametrize("waits_for", ["transfer", "prefill", "resume"])
-def test_ending_one_request_costs_the_same_however_many_wait(
+def test_a_request_that_ends_is_found_without_comparing_it_with_others(
     waits_for: str, make_kv_ledger: MakeLedger
 ) -> None:
     def cost(num_reqs: int) -> int:
