@@ -74,7 +74,7 @@ class Transport:
         self.random = random.Random(seed)
         self.nbytes = 0
         self.page_nbytes = page_nbytes
-        self.links: defaultdict[str, dict[int, SimLink]] = defaultdict(dict)
+        self.links: dict[str, dict[int, SimLink]] = {}
         """Both ends of each link, by its name and their rank."""
         self._sides: dict[str, SimSides] = {}
         self._last_arrival: dict[tuple[str, str], float] = defaultdict(float)
@@ -161,7 +161,8 @@ class SimSides:
         self.peering = self
         self.unreachable: dict[str, str] = {}
         self._transport = transport
-        self._links: list[Stepped] = []
+        self._loops: dict[str, Stepped] = {}
+        """Of each link, by its name."""
         self._dialled: set[str] = set()
 
         def endpoint(*, by_sender: bool) -> Endpoint:
@@ -213,9 +214,9 @@ class SimSides:
         """None: any two nodes can have a link."""
 
     def drive(self, name: str, loop: Stepped) -> Driver:
-        """Step the loop whenever something has happened at this node."""
-        self._links.append(loop)
-        self._transport.loop.at(self._transport.loop.now, self.step_links)
+        """Step the loop of a link whenever something has happened to it, or at this node."""
+        self._loops[name] = loop
+        self._transport.loop.at(self._transport.loop.now, self.step_link, name)
         return _Stays()
 
     def new_copier(self, name: str) -> Copier:
@@ -228,20 +229,27 @@ class SimSides:
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """This end of a link, once the other one is there too."""
-        ends = self._transport.links[spec.name]
+        ends = self._transport.links.setdefault(spec.name, {})
         ends.setdefault(spec.rank, SimLink(self, self._transport, spec))
         other = ends.get(1 - spec.rank)
         if other is None:
             return None
-        self._transport.loop.at(self._transport.loop.now, other.sides.step_links)
+        self._transport.loop.at(self._transport.loop.now, other.sides.step_link, spec.name)
         return ends[spec.rank]
 
     def step_links(self) -> None:
         """What the data threads do, until they wait."""
-        for link in self._links:
-            while not link.finished and link.step(block=False):
-                pass
-        self._links = [link for link in self._links if not link.finished]
+        for name in list(self._loops):
+            self.step_link(name)
+
+    def step_link(self, name: str) -> None:
+        """What the data thread of one link does, until it waits."""
+        if (loop := self._loops.get(name)) is None:
+            return
+        while not loop.finished and loop.step(block=False):
+            pass
+        if loop.finished:
+            self._loops.pop(name, None)
 
 
 class SimLink:
@@ -252,13 +260,13 @@ class SimLink:
         self.max_arrivals = OPTIONS.num_slots
         self.is_aborted = False
         self._transport = transport
-        self._name, self._peer_rank = spec.name, 1 - spec.rank
+        self.name, self._peer_rank = spec.name, 1 - spec.rank
         self._ring = SlotRing(OPTIONS.num_slots, spec.slot_nbytes, sides.new_slot)
         self._receives: dict[int, _Op] = {}
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> _Op:
         """Send pages, which take the time of both cards."""
-        transport, peer, op = self._transport, self._transport.links[self._name][self._peer_rank], _Op(self)
+        transport, peer, op = self._transport, self._transport.links[self.name][self._peer_rank], _Op(self)
         sent_at, there_at = transport.start_pages(self.sides.name, peer.sides.name, nbytes)
         transport.loop.at(sent_at, op.finish, b"")
         transport.loop.at(there_at, self._arrive, peer, seq, header, nbytes)
@@ -272,7 +280,7 @@ class SimLink:
     def abort(self) -> None:
         """Nothing arrives any more, at either end."""
         self.is_aborted = True
-        self._transport.links.pop(self._name, None)
+        self._transport.links.pop(self.name, None)
 
     def close(self) -> None:
         """Let go of the slots."""
@@ -298,7 +306,7 @@ class _Op:
     def finish(self, header: bytes) -> None:
         """It has left, or come."""
         self.header, self._done = header, True
-        self._link.sides.step_links()
+        self._link.sides.step_link(self._link.name)
 
     def wait(self, *, block: bool) -> bool:
         """Whether it has left, or come. LinkError: its link was aborted first."""

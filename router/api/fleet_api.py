@@ -26,7 +26,6 @@ from shared.protocol.messages import Role
 
 DEFAULT_DRAIN_TIMEOUT_S = 60.0
 _MAX_DRAIN_TIMEOUT_S = 86400.0
-_REFRESH_S = 0.25
 
 
 class AddNode(Body):
@@ -70,13 +69,13 @@ def fleet_admin_routes(
         return member
 
     async def with_load(member: Member) -> FleetNode:
-        await membership.refresh(_REFRESH_S)
+        await membership.refresh()
         return describe_in_full(member)
 
     @router.get("")
     async def fleet() -> Fleet:
         """Every node that is dialled, with its load asked for now."""
-        await membership.refresh(_REFRESH_S)
+        await membership.refresh()
         nodes = [describe_in_full(member) for member in membership.members]
         return Fleet(nodes=nodes)
 

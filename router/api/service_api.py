@@ -41,7 +41,6 @@ from shared.protocol.sampling_params import MAX_SEED, SamplingParams
 
 _PROBE_TOKENS = 8
 _PROBE_TIMEOUT_S = 30.0
-_REFRESH_S = 0.25
 _FLUSH_RETRY_S = 0.05
 _MAX_FLUSH_WAIT_S = 600.0
 _MAX_ABORTED_CHARS = 1024
@@ -158,13 +157,13 @@ def info_routes(
     @router.get("/server_info", response_model=ServerInfo)
     async def server_info() -> Response:
         """Sizes, flags and the load of every node, asked for now."""
-        await membership.refresh(_REFRESH_S)
+        await membership.refresh()
         return json_response({**flags, **asdict(status.server_info())})
 
     @router.get("/metrics", response_class=MetricsText)
     async def prometheus() -> Response:
         """Prometheus' text format, of the router that answers, with the load of every node asked for now."""
-        await membership.refresh(_REFRESH_S)
+        await membership.refresh()
         return MetricsText(metrics.export())
 
     @router.post("/v1/tokenize", include_in_schema=False)

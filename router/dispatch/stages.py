@@ -38,7 +38,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shared.protocol.messages import ReqReport, Role, Stamp
+from shared.protocol.messages import ReqKey, ReqReport, Role, Stamp
 from shared.timeline import ReqStage
 
 if TYPE_CHECKING:
@@ -257,12 +257,11 @@ def stage_spans(req: RunningReq, wall_s: float) -> list[StageSpan]:
     """
     assert req.ended_at is not None
     parts = [(part, part.on_routers_clock(wall_s)) for part in stages_of(req)]
-    decoding = {
-        part.attempt.key: stamp.time
-        for part, stamps in reversed(parts)
-        for stamp in reversed(stamps)
-        if part.node.role is Role.DECODE and stamp.stage == ReqStage.DECODING
-    }
+    decoding: dict[ReqKey, float] = {}
+    for part, stamps in parts:
+        for stamp in stamps:
+            if part.node.role is Role.DECODE and stamp.stage == ReqStage.DECODING:
+                decoding.setdefault(part.attempt.key, stamp.time)
     spans: list[StageSpan] = []
     for part, stamps in parts:
         end = req.ended_at + wall_s

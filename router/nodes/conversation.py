@@ -85,6 +85,8 @@ class Timing:
     redial_refused_s: float = 5.0
     forget_s: float = 60.0
     loading_s: float = 10.0
+    refresh_s: float = 0.25
+    """Waiting for loads that a client has asked for."""
 
 
 class NodeLost(LinkError):

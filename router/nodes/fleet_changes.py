@@ -34,7 +34,7 @@ from shared.protocol.messages import (
 )
 
 ADD_WAIT_S = 10.0
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 _DRAIN_POLL_S = 0.05
 _WITHOUT = {
     Role.PREFILL: "decode nodes compute prompts as well",
@@ -87,16 +87,24 @@ class _Drain:
 class FleetChanges:
     """Changes one router's membership, and follows the changes of other routers (a `membership.FleetEvents`).
 
-    `abort(rid)` ends requests of this router. `close` cancels drains.
+    `abort(rid)` ends requests of this router. A node has `answer_s` to say that it takes a role. `close` cancels
+    drains.
     """
 
     def __init__(
-        self, membership: Membership, reqs: HeldReqs, news: SharedNews, abort: Callable[[str | None], object]
+        self,
+        membership: Membership,
+        reqs: HeldReqs,
+        news: SharedNews,
+        abort: Callable[[str | None], object],
+        *,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._membership = membership
         self._reqs = reqs
         self._news = news
         self._abort = abort
+        self._answer_s = answer_s
         self._drains: dict[Member, _Drain] = {}
         self._emptying: set[asyncio.Task[None]] = set()
         """Of nodes whose processes stop."""
@@ -171,7 +179,7 @@ class FleetChanges:
         drain = self._drains[member]
         member.next_role = role  # as it will say; a removal waits until it says something else
         answers = await self._membership.call(
-            lambda call_id: SetRole(call_id, role, drain_timeout_s), _ANSWER_S, [node]
+            lambda call_id: SetRole(call_id, role, drain_timeout_s), self._answer_s, [node]
         )
         answer = answers[node.ref.node_id]
         left = not answer.call_id and member.state is MemberState.LEFT  # it may have left for this role

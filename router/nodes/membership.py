@@ -298,11 +298,11 @@ class Membership:
             for call_id in calls:
                 self._waiting.pop(call_id, None)
 
-    async def refresh(self, timeout_s: float) -> None:
+    async def refresh(self) -> None:
         """Ask every node for its load; one that does not answer in time keeps its last."""
         asked = [asyncio.create_task(node.refresh()) for node in self.all_live()]
         if asked:
-            _, late = await asyncio.wait(asked, timeout=timeout_s)
+            _, late = await asyncio.wait(asked, timeout=self._timing.refresh_s)
             for task in late:
                 task.cancel()
 

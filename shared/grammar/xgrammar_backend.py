@@ -143,12 +143,17 @@ class XGrammarCompiled:
 class XGrammarBackend:
     """Compiles grammars for the tokenizer of one model. XGrammar releases the GIL while it compiles."""
 
-    def __init__(self, tokenizer_info: xgrammar.TokenizerInfo, encode: Encode) -> None:
+    def __init__(
+        self,
+        tokenizer_info: xgrammar.TokenizerInfo,
+        encode: Encode,
+        max_kept_nbytes: int = MAX_CACHED_NBYTES,
+    ) -> None:
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
         self._kept: dict[Grammar, XGrammarCompiled] = {}
         self._kept_nbytes = 0
-        self.max_kept_nbytes = MAX_CACHED_NBYTES
+        self._max_kept_nbytes = max_kept_nbytes
         self._lock = threading.Lock()
         first_V = np.array([piece[0] if piece else 0 for piece in self._pieces])
         self._after = {
@@ -161,13 +166,20 @@ class XGrammarBackend:
         )
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> XGrammarBackend:
+    def load(
+        cls,
+        folder: Path,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        max_kept_nbytes: int = MAX_CACHED_NBYTES,
+    ) -> XGrammarBackend:
         """Make the backend of the model in `folder`. Raises RequestError where the folder has no tokenizer.json."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise RequestError("this model has no tokenizer.json, so grammars cannot be followed", status=400)
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        return cls(tokenizer_info(tokenizer, vocab_size, eos_token_ids), continuation_encoder(tokenizer))
+        info = tokenizer_info(tokenizer, vocab_size, eos_token_ids)
+        return cls(info, continuation_encoder(tokenizer), max_kept_nbytes)
 
     def compile(self, grammar: Grammar) -> XGrammarCompiled:
         """Check and compile a grammar, or take it from the cache. Raises RequestError with the compiler's message."""
@@ -178,7 +190,7 @@ class XGrammarBackend:
             self._forget(grammar)
             self._kept[grammar] = compiled  # the last one, as it was used last
             self._kept_nbytes += _kept_nbytes(grammar, compiled)
-            while self._kept_nbytes > self.max_kept_nbytes:
+            while self._kept_nbytes > self._max_kept_nbytes:
                 self._forget(next(iter(self._kept)))
         return compiled
 

@@ -96,7 +96,7 @@ class LinkWorker:
 
     def start(self) -> None:
         """Begin to build."""
-        self._driver = self._factory.drive(f"link {self.name}", self)
+        self._driver = self._factory.drive(self.name, self)
 
     def stop(self, reason: str) -> None:
         """End the link, which is dead. Only `Links.fail` calls this, once; it does not block."""

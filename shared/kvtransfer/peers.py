@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shared import log
-from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
-from shared.kvtransfer.links import Endpoint, Links
+from shared.kvtransfer.link_worker import LinkWorker
+from shared.kvtransfer.links import Endpoint, Links, Loop
 from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.transfer_messages import LinkLost, PeerPing, PeerPong, StoreSet
 
 PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
 State = TypeVar("State")
-Loop = TypeVar("Loop", bound=LinkLoop)
 
 
 @dataclass(slots=True)
@@ -31,7 +30,7 @@ class Peer(Generic[State]):
     silent: bool = False
 
 
-class Peers(ABC, Generic[State, Loop]):
+class PeerTable(ABC, Generic[State, Loop]):
     """The peers of one side by their ids, and the links to them: what `SenderPeers` and `ReceiverPeers` share.
 
     Used under the lock of the side, which `unreachable` and the properties of `links` take.

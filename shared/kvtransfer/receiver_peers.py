@@ -18,7 +18,7 @@ from shared.kvtransfer.layout import ChunkPlan, check_layout
 from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Endpoint
-from shared.kvtransfer.peers import Peer, PeerMessage, Peers
+from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.receive_loop import ReceiveLoop, ScatterGate
 from shared.kvtransfer.transports.choice import better_than
 from shared.protocol.messages import Refused, other_version
@@ -38,8 +38,8 @@ class _NextLink:
     rebuild_at: float = 0.0
 
 
-class ReceiverPeers(Peers[_NextLink, ReceiveLoop]):
-    """Those of a KVReceiver.
+class ReceiverPeers(PeerTable[_NextLink, ReceiveLoop]):
+    """The peers of a KVReceiver.
 
     `link_begins(peer_id)` and `refused(peer_id)` are called when a peer's link is being built, or never will be;
     `link_died(peer_id, reason)`, when it is dead.

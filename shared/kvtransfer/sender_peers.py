@@ -15,7 +15,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import SENDER
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.links import Endpoint
-from shared.kvtransfer.peers import Peer, PeerMessage, Peers
+from shared.kvtransfer.peers import Peer, PeerMessage, PeerTable
 from shared.kvtransfer.send_loop import GatherGate, SendLoop
 from shared.kvtransfer.staging import SlotRing
 from shared.protocol.messages import PROTOCOL_VERSION, Refused
@@ -36,8 +36,8 @@ class _Hello:
     """When this node last introduced itself to the peer, or lost the link."""
 
 
-class SenderPeers(Peers[_Hello, SendLoop]):
-    """Those of a KVSender."""
+class SenderPeers(PeerTable[_Hello, SendLoop]):
+    """The peers of a KVSender."""
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class ChannelLimits:
     forget_dial_s: float = 5.0
     """A dial that has been silent for so long keeps no earlier one out. A living peer is heard every second."""
     connect_timeout_s: float = CONNECT_TIMEOUT_S
+    """For a dial to be answered, and for the handshake of a dialler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +310,7 @@ class ControlThread:
                 f"{dialled.identity}|{next(self._dials)}",
                 self._fleet_key,
                 max_queued_messages=MAX_QUEUED_MESSAGES,
+                connect_timeout_s=self._limits.connect_timeout_s,
             )
         except (LinkError, zmq.ZMQError) as error:
             self._lose(dialled, f"{dialled.address} cannot be dialled: {error}")

@@ -133,11 +133,11 @@ class HeadedReceive:
 
 
 class ThreadDriver:
-    """Steps a loop on a daemon thread, so that an op that is stuck in a dead peer never keeps the process alive."""
+    """Steps the loop of a link on a daemon thread: an op stuck in a dead peer never keeps the process alive."""
 
     def __init__(self, name: str, loop: Stepped, threads: DeviceThreads) -> None:
         self._loop = loop
-        self._thread = threads.start(name, self._run, own_stream=True)
+        self._thread = threads.start(f"link {name}", self._run, own_stream=True)
 
     def _run(self) -> None:
         while not self._loop.finished:

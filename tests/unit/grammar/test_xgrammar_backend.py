@@ -169,9 +169,10 @@ def test_a_mask_does_not_depend_on_what_was_compiled_before(folder: Path) -> Non
 def test_compiled_grammars_are_kept_up_to_a_size(folder: Path) -> None:
     backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
     first, second, third = (Grammar("regex", f"{letter}+") for letter in "abc")
+    nbytes = backend.compile(first).nbytes
+    backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,), 2 * nbytes + 5000)
     compiled = [backend.compile(grammar) for grammar in (first, second)]
     assert [backend.compile(second), backend.compile(first)] == compiled[::-1]
-    backend.max_kept_nbytes = 2 * compiled[0].nbytes + 5000
     backend.compile(third)
     assert backend.compile(first) is compiled[0]
     assert backend.compile(second) is not compiled[1]
@@ -181,8 +182,9 @@ def test_the_texts_of_kept_grammars_count(folder: Path) -> None:
     """A short grammar may have a long text: 64 KiB of spaces."""
     backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,))
     spaced = [Grammar("json_schema", '{"type": "null"}' + " " * (60_000 + at)) for at in range(8)]
+    max_kept_nbytes = 3 * (backend.compile(spaced[0]).nbytes + 4 * 60_100 + 2048)
+    backend = XGrammarBackend.load(folder, VOCAB_SIZE, (EOS_TOKEN_ID,), max_kept_nbytes)
     compiled = [backend.compile(grammar) for grammar in spaced[:2]]
-    backend.max_kept_nbytes = 3 * (compiled[0].nbytes + 4 * 60_100 + 2048)
     assert [backend.compile(grammar) for grammar in spaced[:2] * 3] == compiled * 3
     for grammar in spaced[2:]:
         backend.compile(grammar)

@@ -29,7 +29,7 @@ from shared.protocol.messages import (
     Prefill,
     Role,
 )
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import eventually
 from tests.unit.router.fakes import (
     FakeNode,
     join_socket_of,
@@ -260,14 +260,12 @@ def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnation_is(m
     asyncio.run(run())
 
 
-def test_adding_a_node(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_a_node(model_folder: Path) -> None:
     """Its numerics may differ: whether it gets pages is between the nodes."""
-    monkeypatch.setattr("router.api.fleet_api._REFRESH_S", PATIENCE_S)
 
     async def run() -> None:
         other = FakeNode(Role.DECODE, "decode-1")
         other.layout = msgspec.structs.replace(other.layout, numerics="native-1/amx/bfloat16")
-        other.load = Load(num_prompt_tokens=7)
         async with serving(model_folder) as (prefill, _, client), other:
             address = other.address.removeprefix("tcp://")
             for _ in range(2):  # it may be there already
@@ -275,7 +273,7 @@ def test_adding_a_node(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 assert added.status_code == 200
                 node = added.json()["node"]
                 assert (node["node_id"], node["state"], node["pinned"]) == ("decode-1", "alive", True)
-                assert node["load"]["num_prompt_tokens"] == 7, "it is asked for it"
+            await until_loads(client, other)
             await eventually(lambda: other.ref in prefill.all(Peers)[-1].decode_nodes)
             for _ in range(2):
                 assert (await client.post("/generate", json=BODY)).status_code == 200

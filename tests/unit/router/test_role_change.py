@@ -29,7 +29,7 @@ from shared.protocol.messages import (
     SetRole,
 )
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, until_loads
 from tests.unit.router.test_fleet_changes import BODY, wait_before_story
 from tests.unit.router.test_membership import TIMING, new_membership
 from tests.unit.router.test_shared_news import two_routers
@@ -56,10 +56,8 @@ async def set_role(
 
 
 def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path,
 ) -> None:
-    monkeypatch.setattr("router.api.fleet_api._REFRESH_S", PATIENCE_S)
-
     async def run() -> None:
         async with (
             pair() as (prefill, decode),
@@ -86,7 +84,7 @@ def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(
             assert (changed["node"]["role"], changed["node"]["state"]) == ("prefill", "alive")
             assert changed["node"]["incarnation"] == decode.ref.incarnation != before.incarnation
             assert changed["node"]["address"] == before.address
-            assert changed["node"]["load"]["num_prompt_tokens"] == 7, "it is asked for it when it is back"
+            await until_loads(client, decode)
             await decode.wait_for(Peers)
             assert decode.all(Peers)[-1] == Peers((other.ref,))
             assert prefill.all(Peers)[-1].decode_nodes == (other.ref,)
@@ -229,20 +227,21 @@ def test_a_node_that_leaves_for_its_role_while_it_is_removed_stays(model_folder:
     asyncio.run(run())
 
 
-def test_a_node_that_does_not_answer_keeps_its_role(
-    model_folder: Path,
-) -> None:
+def test_a_node_that_does_not_answer_keeps_its_role() -> None:
     async def run() -> None:
-        async with (
-            pair() as (prefill, decode),
-            FakeNode(Role.DECODE, "decode-1") as other,
-            joined_router(model_folder, [prefill, decode, other]) as (_, client),
-        ):
-            decode.hears_roles = False
-            refused = await set_role(client, "decode-0", "prefill", 1)
-            assert refused.status_code == 409
-            assert "no answer within 5 s" in refused.json()["error"]["message"]
-            await until_roles(client, decode_0=("decode", "alive"))
+        async with FakeNode(Role.PREFILL) as node, new_membership() as (membership, events):
+            news = SharedNews(membership.all_live, "router")
+            changes = FleetChanges(membership, NoReqs(), news, lambda rid: None, answer_s=0.1)
+            membership.report_to(events, changes)
+            node.hears_roles = False
+            member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+            with pytest.raises(RequestError, match=r"no answer within 0\.1 s") as refused:
+                await changes.change_role(member, Role.DECODE, 1.0, 1.0)
+            assert refused.value.status == 409
+            assert (member.role, member.state, member.next_role) == (Role.PREFILL, MemberState.ALIVE, None)
+            await changes.close()
 
     asyncio.run(run())
 
