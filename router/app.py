@@ -33,11 +33,13 @@ from router.api.fleet_api import fleet_admin_routes, fleet_guards
 from router.api.generate_api import generate_routes
 from router.api.live_api import live_routes
 from router.api.live_state import LiveState
+from router.api.messages_api import messages_routes
 from router.api.openai_api import openai_routes
 from router.api.openapi import ERRORS, openapi_document
 from router.api.prefix_hashes import PrefixHasher
 from router.api.profile_api import profile_routes
 from router.api.request_log import RequestLog
+from router.api.responses_api import responses_routes
 from router.api.service_api import control_routes, health_routes, info_routes
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
@@ -65,7 +67,7 @@ from shared.log import crash
 if TYPE_CHECKING:
     from router.api.traces import Traces
 
-_QUEUED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+_QUEUED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 """The routes whose requests wait for a first token."""
 
 
@@ -144,6 +146,8 @@ def create_api(service: Service) -> FastAPI:
     guards = fleet_guards(service.keys, service.http.host, admin_only)
     app.include_router(generate_routes(generator, model, limits))
     app.include_router(openai_routes(generator, model, limits, status.context_length))
+    app.include_router(responses_routes(generator, model, limits, service.http.max_stored_responses))
+    app.include_router(messages_routes(generator, model, limits))
     app.include_router(health_routes(status, generator, model, membership))
     app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
     app.include_router(fleet_admin_routes(membership, service.changes, guards))
@@ -184,7 +188,7 @@ def _without_frames(answer: _Handler) -> _Handler:
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     note_error(request.scope, error)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
@@ -204,11 +208,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         404: f"there is no {request.url.path} here",
         405: f"{request.url.path} does not take {request.method}",
     }.get(error.status_code, str(error.detail))
-    response = error_response(RequestError(message, status=error.status_code))
+    response = error_response(RequestError(message, status=error.status_code), request.url.path)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_bug(request: Request, _: Exception) -> Response:
     crash("request_failed", path=request.url.path)
-    return error_response(RequestError("internal error", status=500))
+    return error_response(RequestError("internal error", status=500), request.url.path)

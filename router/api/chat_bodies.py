@@ -120,6 +120,22 @@ class NamedTool(Body):
     function: Annotated[NamedFunction, Field(description="Which one.")]
 
 
+class SomeTools(Body):
+    """Tools that may be called, of those that the model sees."""
+
+    mode: Annotated[Literal["auto", "required"], Field(description="As for `tool_choice`.")]
+    tools: Annotated[
+        list[NamedTool], FailFast(), Field(min_length=1, max_length=MAX_TOOLS, description="Which ones.")
+    ]
+
+
+class AllowedTools(Body):
+    """A choice among some of the tools."""
+
+    type: Annotated[Literal["allowed_tools"], Field(description="As OpenAI names it.")]
+    allowed_tools: Annotated[SomeTools, Field(description="Which ones.")]
+
+
 class ChatBody(OpenAIBody):
     """A conversation, to be continued by the assistant."""
 
@@ -169,19 +185,24 @@ class ChatBody(OpenAIBody):
         Field(max_length=MAX_TOOLS, description="Shown by the chat template, whatever `tool_choice` is."),
     ] = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
         OneOf(
-            "none, auto, required or {'type': 'function', 'function': {'name': ...}}",
-            {"str": Literal["none", "auto", "required"], "dict": NamedTool},
+            "none, auto, required, {'type': 'function', 'function': {'name': ...}} or {'type': 'allowed_tools', "
+            "'allowed_tools': {'mode': ..., 'tools': [...]}}",
+            {
+                "str": Literal["none", "auto", "required"],
+                "dict": NamedTool,
+                "dict[allowed_tools]": AllowedTools,
+            },
         ),
         Field(
             description="auto, the default beside tools: the model decides, and its calls are read in its own "
             "syntax. none: the answer is text. required, or a function by name: the answer is such a call, which a "
-            "grammar guarantees."
+            "grammar guarantees. allowed_tools: auto or required, for some of the tools."
         ),
     ] = None
     parallel_tool_calls: Annotated[
-        bool, Field(description="Has no effect: a forced call is one, and the model decides else.")
+        bool, Field(description="False: calls behind the first are left out. A forced call is always one.")
     ] = True
     documents: Annotated[
         list[dict[str, Any]] | None, Field(max_length=MAX_DOCUMENTS, description="For the chat template.")

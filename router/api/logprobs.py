@@ -112,14 +112,14 @@ def _entry(logprob: float | None, token_id: int, text_of: TextOf | None) -> Entr
     return logprob, token_id, text_of(token_id) if text_of is not None else None
 
 
-def chat_logprobs(generation: Generation, first: int, tokenizer: Tokenizer) -> ChatLogprobs:
-    """The `choices[].logprobs` of a chat, for the output tokens from `first` on."""
+def chat_logprobs(generation: Generation, places: Iterable[int], tokenizer: Tokenizer) -> ChatLogprobs:
+    """The `choices[].logprobs` of a chat, for the output tokens at these places."""
 
     def likely(logprob: float, token_id: int) -> TopLogprob:
         text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
         return TopLogprob(token=text, logprob=logprob, bytes=list(raw))
 
-    scored = zip(generation.output_ids[first:], generation.output_logprobs[first:], strict=True)
+    scored = ((generation.output_ids[at], generation.output_logprobs[at]) for at in places)
     content = [
         TokenLogprob(
             token=tokenizer.token_text(token_id),

@@ -29,6 +29,12 @@ class PromptTokensDetails(Answer, kw_only=True, frozen=True):
     cached_tokens: Annotated[int, Field(description="Found in a RadixCache, and so not computed again.")]
 
 
+class CompletionTokensDetails(Answer, kw_only=True, frozen=True):
+    """What the tokens of the answer were."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer, kw_only=True, frozen=True):
     """Tokens of all choices; a prompt counts once. With `best_of`, also those of choices that are not shown."""
 
@@ -36,6 +42,9 @@ class Usage(Answer, kw_only=True, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | UnsetType, Field(description="Of a chat.")
+    ] = UNSET
 
 
 # ------------------------------------------------------------------------------------------ completions

@@ -13,7 +13,7 @@ from router.api.chat_bodies import ChatBody
 from router.api.openai_answers import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
 from router.api.openai_bodies import CompletionBody
 from router.api.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
-from router.api.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Reply, Shape, best, usage_of
+from router.api.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Reply, Shape, best
 from router.api.request_log import note_group
 from router.dispatch.live_rids import Claim
 from router.http.answer import Answer
@@ -24,6 +24,7 @@ from router.request.generation import Generation, GenerationGroup, Generator
 from router.request.queue_limit import PlacesOfRequest, QueuePlaces
 from router.text.served_model import ModelSlot, ServedModel
 from router.text.text_workers import TextWorkers
+from shared.errors import RequestError
 
 _CHARS_A_LOGPROB = 2
 
@@ -72,6 +73,11 @@ def openai_routes(
             )
             return await respond(request, asked, shape, places, claim)
 
+    @router.post("/embeddings", include_in_schema=False)
+    async def embeddings() -> Response:
+        """A 404 with a sentence."""
+        raise RequestError("this server generates text: it has no embeddings", status=404)
+
     @router.get("/models")
     async def models() -> ModelList:
         """The one model that is served."""
@@ -102,7 +108,7 @@ async def _answer(group: GenerationGroup, asked: OpenAIRequest, shape: Shape, wo
         generations = await group.finished()
         chosen = generations if asked.best_n is None else best(generations, asked.best_n)
         num_chars = sum(map(_cost_in_chars, chosen))
-        return await workers.run(num_chars, lambda: shape.whole(chosen, usage_of(generations)))
+        return await workers.run(num_chars, lambda: shape.whole(chosen, generations))
 
 
 async def _events(
@@ -112,7 +118,7 @@ async def _events(
     assert options is not None
 
     def usage_so_far() -> MaybeUsage:
-        return usage_of(group.generations) if options.continuous_usage_stats else UNSET
+        return shape.usage(group.generations) if options.continuous_usage_stats else UNSET
 
     num_sent: dict[int, int] = {}
     async with group:
@@ -130,7 +136,7 @@ async def _events(
                     yield more
                     num_sent[generation.index] = len(generation.output_ids)
         if options.include_usage:
-            yield shape.closing(usage_of(group.generations))
+            yield shape.closing(shape.usage(group.generations))
 
 
 def _cost_in_chars(generation: Generation) -> int:

@@ -42,6 +42,10 @@ class NamedSchema(Body):
     json_schema: Annotated[JsonSchema, Field(alias="schema", description="The JSON schema.")] = None
 
 
+UNBOUNDED = BeforeValidator(lambda number: None if number == -1 else number)
+"""Some clients say -1 where they have no bound."""
+
+
 class ResponseFormat(Body):
     """Asks for JSON, as OpenAI does."""
 
@@ -64,10 +68,12 @@ class OpenAIBody(SamplingBody):
     model: Annotated[
         str | None, Field(max_length=1024, description="The served one; it may be left out.")
     ] = None
-    max_tokens: Annotated[NewTokens | None, Field(description="Longest answer.")] = None
-    max_completion_tokens: Annotated[NewTokens | None, Field(description="Newer name of `max_tokens`.")] = (
-        None
-    )
+    max_tokens: Annotated[
+        NewTokens | None, UNBOUNDED, Field(description="Longest answer; -1 is as if it were left out.")
+    ] = None
+    max_completion_tokens: Annotated[
+        NewTokens | None, UNBOUNDED, Field(description="Newer name of `max_tokens`.")
+    ] = None
     min_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
     seed: Seed = None
     response_format: Annotated[ResponseFormat | None, Field(description="Asks for JSON.")] = None

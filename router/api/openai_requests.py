@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import pydantic
 
-from router.api.chat_bodies import ChatBody, ChatInputMessage, EarlierCall, NamedTool
+from router.api.chat_bodies import AllowedTools, ChatBody, ChatInputMessage, EarlierCall, NamedTool
 from router.api.openai_bodies import CompletionBody, OpenAIBody, ResponseFormat, StreamOptions
-from router.api.tool_calls import ForcedCall
+from router.api.tool_calls import EnforcedCalls, ForcedCall, Reasoning, of_objects
 from router.dispatch.live_rids import Claim
 from router.http.limits import HttpLimits
 from router.http.request_ids import requested_rid
 from router.http.wording import shown, wrong
+from router.http.wrong_input import wrong_input
 from router.request.fields import check_num_logprobs, encode_prompts, id_rows, read_rids, read_routing_key
 from router.request.prompt import Prompt
 from router.request.queue_limit import QueuePlaces
@@ -26,7 +28,7 @@ from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
 from shared.protocol.messages import Work
-from shared.protocol.sampling_params import Grammar, SamplingParams
+from shared.protocol.sampling_params import CallGrammar, Grammar, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, of /v1/completions; a chat without a bound has as much as fits."""
@@ -117,28 +119,31 @@ async def read_chat(
     headers: Mapping[str, str],
     places: QueuePlaces,
     claim: Claim,
+    *,
+    prefix: str = "chatcmpl-",
 ) -> OpenAIRequest:
-    """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError."""
+    """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError.
+
+    The id of the reply begins with the `prefix`.
+    """
     _check_model(body.model, model)
     wanted = _chat_logprobs(body.logprobs, body.top_logprobs, limits)
-    call = _forced_call(body)
+    calls = _wanted_calls(body, model)
     given = (body.max_completion_tokens, body.max_tokens)
     max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
-    own = openai_fields(body, max_new_tokens, call)
+    own = openai_fields(body, max_new_tokens, calls)
     params, options = read_sampling(body, own, model.vocab_size, limits)
     limits.check_batch_size("n", options.n)
-    reply_id, rids = _ids(requested_rid(body.rid, headers), "chatcmpl-", 1, batched=False)
+    reply_id, rids = _ids(requested_rid(body.rid, headers), prefix, 1, batched=False)
     routing_key = read_routing_key(body.routing_key, headers)
-    if model.chat_template is None:
-        raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
     places.hold(options.n)
     claim.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
-    text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
-    # The template writes the special tokens itself.
-    encoding = encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False)
-    [ids] = await encoding
+    text, ids = await _render(body, model, limits)
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
-    reads = call or _regions(body, model, text)
+    reasoning = _reasoning(model, text)
+    if calls is not None:
+        params = msgspec.structs.replace(params, grammar=calls.grammar_behind(reasoning).grammar)
+    reads = _reads(body, model, calls, reasoning)
     if isinstance(reads, ReplyRegions) and reads.call_format and model.writes_calls_with_special_tokens:
         options = replace(options, skip_special_tokens=False)
     prompt = Prompt(
@@ -158,6 +163,32 @@ async def read_chat(
     )
 
 
+def chat_body(fields: Mapping[str, Any]) -> ChatBody:
+    """The body of a chat with these fields, which another dialect's body has. Raises RequestError."""
+    try:
+        return ChatBody.model_validate(fields)
+    except pydantic.ValidationError as error:
+        raise wrong_input([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
+
+async def count_prompt_tokens(body: ChatBody, model: ServedModel, limits: HttpLimits) -> int:
+    """The tokens of a chat's prompt. Raises RequestError."""
+    _check_model(body.model, model)
+    _, ids = await _render(body, model, limits)
+    return len(ids)
+
+
+async def _render(body: ChatBody, model: ServedModel, limits: HttpLimits) -> tuple[str, list[int]]:
+    """The prompt that the chat template makes, and its tokens."""
+    if model.chat_template is None:
+        raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
+    text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
+    # The template writes the special tokens itself.
+    encoding = encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False)
+    [ids] = await encoding
+    return text, ids
+
+
 def _work(
     body: OpenAIBody,
     input_ids: list[int],
@@ -174,15 +205,17 @@ def _work(
     )
 
 
-def openai_fields(body: OpenAIBody, max_new_tokens: int, call: ForcedCall | None = None) -> DialectFields:
-    """The sampling fields whose names differ from /generate's. `response_format` is for text, not for a `call`."""
+def openai_fields(
+    body: OpenAIBody, max_new_tokens: int, calls: ForcedCall | EnforcedCalls | None = None
+) -> DialectFields:
+    """The sampling fields whose names differ from /generate's. `response_format` is for text, not for `calls`."""
     return DialectFields(
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         min_new_tokens_name="min_tokens",
         seed=body.seed,
         no_stop_trim=body.no_stop_trim or body.include_stop_str_in_output,
-        grammars=(call.grammar if call else _format_grammar("response_format", body.response_format),),
+        grammars=(calls.grammar if calls else _format_grammar("response_format", body.response_format),),
     )
 
 
@@ -215,14 +248,15 @@ def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool)
     return LogprobParams(start_len=0 if echo else OUTPUTS_ONLY, top_num=top_num)
 
 
-def _forced_call(body: ChatBody) -> ForcedCall | None:
-    """The call that `tool_choice` demands, if any. Raises RequestError for a choice that cannot be served."""
-    tools, choice = body.tools or [], body.tool_choice
-    if not tools:
-        if choice in (None, "none", "auto"):
-            return None
+def _wanted_calls(body: ChatBody, model: ServedModel) -> ForcedCall | EnforcedCalls | None:
+    """The calls that a grammar guarantees, if any. Raises RequestError for a choice that cannot be served."""
+    choice = body.tool_choice
+    mode, named = _mode_and_named(choice)
+    tools = body.tools or []
+    if not tools and (named or mode == "required"):
         raise RequestError("tool_choice needs tools, and there are none", param="tool_choice")
-    if choice in (None, "none", "auto"):
+    is_strict = mode == "auto" and any(tool.function.strict for tool in tools)
+    if mode == "none" or (mode == "auto" and not named and not is_strict):
         return None
     places: dict[str, int] = {}
     for at, tool in enumerate(tools):
@@ -230,29 +264,74 @@ def _forced_call(body: ChatBody) -> ForcedCall | None:
         if places.setdefault(name, at) != at:
             where = f"tools[{at}].function.name"
             raise RequestError(f"{where}: there is another function of the name {name!r}", param=where)
+    for one in named:
+        if one.function.name not in places:
+            why = f"tool_choice names {one.function.name!r}, which is not among the tools"
+            raise RequestError(why, param="tool_choice")
+    allowed = {one.function.name for one in named} or places.keys()
+    is_named = isinstance(choice, NamedTool)
+    family = model.call_format.grammar if model.call_format is not None else ""
+    if family:
+        wanted = []
+        for name, at in places.items():
+            if name in allowed:
+                function = tools[at].function
+                parameters = of_objects(function.parameters, f"tools[{at}].function.parameters")
+                strict = mode != "auto" or function.strict
+                wanted.append({"function": {"name": name, "parameters": parameters, "strict": strict}})
+        calls = CallGrammar(
+            family=family,
+            tools=wanted,
+            choice="auto" if mode == "auto" else "required",
+            parallel=body.parallel_tool_calls and not is_named,
+        )
+        return EnforcedCalls(calls=calls, field="tools", is_named=is_named)
+    if mode == "auto":
+        return None
+    schemas = {name: tools[at].function.parameters for name, at in places.items()}
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        if name not in places:
-            raise RequestError(
-                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
-            )
-        where = f"tools[{places[name]}].function.parameters"
-        return ForcedCall.named(name, tools[places[name]].function.parameters, where)
-    return ForcedCall.any_of({t.function.name: t.function.parameters for t in tools}, "tools")
+        return ForcedCall.named(name, schemas[name], f"tools[{places[name]}].function.parameters")
+    return ForcedCall.any_of(schemas, "tools", allowed)
 
 
-def _regions(body: ChatBody, model: ServedModel, prompt: str) -> ReplyRegions | None:
-    """What is read of answers behind this `prompt`; None: nothing."""
+def _mode_and_named(
+    choice: str | NamedTool | AllowedTools | None,
+) -> tuple[str, Sequence[NamedTool]]:
+    """none, auto or required, and the tools that the choice names."""
+    match choice:
+        case AllowedTools():
+            return choice.allowed_tools.mode, choice.allowed_tools.tools
+        case NamedTool():
+            return "required", [choice]
+        case _:
+            return choice or "auto", ()
+
+
+def _reasoning(model: ServedModel, prompt: str) -> Reasoning:
+    """What the answer behind this prompt may begin with."""
+    if not model.reasons or prompt.rstrip().endswith(THINK[1]):
+        return ""
+    return "open" if prompt.rstrip().endswith(THINK[0]) else "free"
+
+
+def _reads(
+    body: ChatBody, model: ServedModel, calls: ForcedCall | EnforcedCalls | None, reasoning: Reasoning
+) -> ReplyRegions | ForcedCall | None:
+    """What is read of answers; None: nothing."""
     call_format = model.call_format if body.tools and body.tool_choice != "none" else None
     reasons = model.reasons and body.separate_reasoning
-    if call_format is None and not reasons:
-        return None
-    return ReplyRegions(
+    regions = ReplyRegions(
         call_format=call_format,
         reasons=reasons,
-        in_reasoning=prompt.rstrip().endswith(THINK[0]),
+        in_reasoning=reasoning == "open",
         tools=[{"function": tool.function.sent} for tool in body.tools or ()],
+        is_one_call=not body.parallel_tool_calls,
+        is_named=isinstance(calls, EnforcedCalls) and calls.is_named,
     )
+    if isinstance(calls, ForcedCall):
+        return replace(calls, before=replace(regions, call_format=None, reasons=True) if reasoning else None)
+    return regions if call_format is not None or reasons else None
 
 
 def unknown_model(name: str, model: ServedModel) -> RequestError:

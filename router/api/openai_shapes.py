@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.api.generate_api import timeline_fields
@@ -23,6 +24,7 @@ from router.api.openai_answers import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionTokensDetails,
     FunctionCall,
     FunctionCallDelta,
     PromptTokensDetails,
@@ -68,6 +70,10 @@ class Shape(Protocol):
         """The event before any text of a sequence, if the route has one."""
         ...
 
+    def usage(self, generations: Sequence[Generation]) -> Usage:
+        """The tokens so far."""
+        ...
+
     def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
         """The event for more text, and for the logprobs of the output tokens from `first` on.
 
@@ -79,8 +85,8 @@ class Shape(Protocol):
         """The last event, which has the usage alone."""
         ...
 
-    def whole(self, generations: Sequence[Generation], usage: Usage) -> Answer:
-        """All sequences in one answer, in the order of their choices."""
+    def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
+        """The chosen sequences in one answer, in the order of their choices, with the usage of all."""
         ...
 
 
@@ -114,8 +120,12 @@ class CompletionShape:
         """The event for the usage alone."""
         return self._event([], usage)
 
-    def whole(self, generations: Sequence[Generation], usage: Usage) -> Answer:
-        """All sequences in one answer."""
+    def usage(self, generations: Sequence[Generation]) -> Usage:
+        """The tokens so far."""
+        return usage_of(generations)
+
+    def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
+        """The chosen sequences in one answer."""
         choices = [
             self._choice(
                 index,
@@ -123,9 +133,9 @@ class CompletionShape:
                 self._echo(g) + g.text,
                 self._logprobs(g, prompt=self._echoes is not None, output_from=0),
             )
-            for index, g in enumerate(generations)
+            for index, g in enumerate(chosen)
         ]
-        return self._event(choices, usage)
+        return self._event(choices, usage_of(generations))
 
     def _event(self, choices: list[CompletionChoice], usage: MaybeUsage) -> Completion:
         return Completion(**self._reply.head, choices=choices, usage=usage)
@@ -164,8 +174,23 @@ class ReplyReader(Protocol):
         """Of a sequence that has ended by itself."""
         ...
 
-    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
-        """What more text adds."""
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of those so far."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of those so far."""
+        ...
+
+    @property
+    def is_content(self) -> Sequence[bool]:
+        """Of each token for which it is decided, whether its text is content."""
+        ...
+
+    def feed(self, texts: Sequence[str], end: str | None = None) -> ReplyDelta:
+        """What the texts of more tokens add; with the `end` of the answer, the text that comes behind them."""
         ...
 
 
@@ -185,6 +210,8 @@ class ChatShape:
         self._reads = reads
         self._hides_reasoning = hides_reasoning
         self._readers: dict[int, ReplyReader] = {}
+        self._num_scored: dict[int, int] = {}
+        """Of each sequence the tokens that were told, or left out, with their logprobs."""
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
         """The event with the role."""
@@ -195,16 +222,14 @@ class ChatShape:
 
     def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
         """The event for more text; None while the text may become a call, or is only what surrounds one."""
-        reader = self._readers.get(generation.index)
-        if reader is None and self._reads is not None:
-            reader = self._readers[generation.index] = self._reads.reader()
+        reader = self._reader(generation)
         more = self._more(generation, reader, text)
         if more == _NOTHING and generation.finish_reason is None:
             return None
         choice = ChatChunkChoice(
             index=generation.index,
             delta=more,
-            logprobs=self._logprobs(generation, first),
+            logprobs=self._logprobs(generation, first, reader),
             **_end(generation, reader),
             **self._reply.timeline(generation),
         )
@@ -214,20 +239,31 @@ class ChatShape:
         """The event for the usage alone."""
         return self._chunk([], usage)
 
-    def whole(self, generations: Sequence[Generation], usage: Usage) -> Answer:
-        """All sequences in one answer."""
-        choices = [self._choice(index, generation) for index, generation in enumerate(generations)]
-        return ChatCompletion(**self._reply.head, choices=choices, usage=usage)
+    def usage(self, generations: Sequence[Generation]) -> Usage:
+        """The tokens so far, also those of reasoning."""
+        reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        return msgspec.structs.replace(usage_of(generations), completion_tokens_details=details)
+
+    def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
+        """The chosen sequences in one answer."""
+        choices = [self._choice(index, generation) for index, generation in enumerate(chosen)]
+        return ChatCompletion(**self._reply.head, choices=choices, usage=self.usage(generations))
+
+    def _reader(self, generation: Generation) -> ReplyReader | None:
+        if generation.index not in self._readers and self._reads is not None:
+            self._readers[generation.index] = self._reads.reader()
+        return self._readers.get(generation.index)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: MaybeUsage) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._reply.head, choices=choices, usage=usage)
 
     def _choice(self, index: int, generation: Generation) -> ChatChoice:
-        reader = self._reads.reader() if self._reads is not None else None
+        reader = self._reader(generation)
         if reader is None:
             message = ChatMessage(content=generation.text)
         else:
-            said = reader.feed(generation.text, last=True)
+            said = reader.feed(generation.texts, generation.end)
             calls = list(_whole_calls(said.calls))
             content = (
                 None if isinstance(self._reads, ForcedCall) or (calls and not said.content) else said.content
@@ -236,7 +272,7 @@ class ChatShape:
         return ChatChoice(
             index=index,
             message=message,
-            logprobs=self._logprobs(generation, 0),
+            logprobs=self._logprobs(generation, 0, reader),
             **_end(generation, reader),
             **self._reply.timeline(generation),
         )
@@ -244,7 +280,8 @@ class ChatShape:
     def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatDelta:
         if reader is None:
             return ChatDelta(content=text or UNSET)
-        said = reader.feed(text, last=generation.finish_reason is not None)
+        end = generation.end if generation.finish_reason is not None else None
+        said = reader.feed(generation.texts[reader.num_tokens :], end)
         calls = [_call_delta(call) for call in said.calls]
         return ChatDelta(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
 
@@ -253,8 +290,17 @@ class ChatShape:
             return {}
         return {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
 
-    def _logprobs(self, generation: Generation, first: int) -> ChatLogprobs | None:
-        return chat_logprobs(generation, first, self._tokenizer) if self._reply.with_logprobs else None
+    def _logprobs(
+        self, generation: Generation, first: int, reader: ReplyReader | None
+    ) -> ChatLogprobs | None:
+        if not self._reply.with_logprobs:
+            return None
+        if reader is None:
+            return chat_logprobs(generation, range(first, len(generation.output_ids)), self._tokenizer)
+        first = self._num_scored.get(generation.index, 0)
+        self._num_scored[generation.index] = len(reader.is_content)
+        places = (at for at in range(first, len(reader.is_content)) if reader.is_content[at])
+        return chat_logprobs(generation, places, self._tokenizer)
 
 
 def _call_delta(call: CallDelta) -> ToolCallDelta:

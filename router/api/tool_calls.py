@@ -1,20 +1,26 @@
-"""Calls of tools that `tool_choice` forces. A grammar guarantees them.
+"""Calls of tools that a grammar guarantees: those that `tool_choice` forces, and strict ones.
 
-The answer is constrained to the JSON of the call, so a forced call needs no parser of the model's own call syntax.
-With `auto` the model itself decides whether to call a tool, in that syntax, which `router.text.reply_parser` reads.
+Where XGrammar knows the syntax in which the model's family writes calls, the grammar is that syntax, and
+`router.text.reply_parser` reads the answer (`EnforcedCalls`). Elsewhere the answer is the JSON of one call
+(`ForcedCall`). Reasoning before it is free in either case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from router.http.wording import wrong
-from router.request.sampling import AskedGrammar, schema_grammar
-from router.text.reply_parser import CallDelta, JsonCall, ReplyDelta
-from shared.grammar.schema_keywords import LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, SINGLE_SCHEMAS
+import msgspec
 
+from router.http.wording import wrong
+from router.request.sampling import AskedGrammar
+from router.text.reply_parser import CallDelta, JsonCall, ReplyDelta, ReplyRegions
+from shared.grammar.schema_keywords import LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, SINGLE_SCHEMAS
+from shared.protocol.sampling_params import CallGrammar, Grammar
+
+Reasoning = Literal["", "open", "free"]
+"""Before a call: none, the rest of what the prompt ends in, or as the model likes."""
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -23,8 +29,10 @@ class ForcedCall:
     """The answer is one call: of the function `name`, or of the one that the text names if `name` is None."""
 
     name: str | None
-    grammar: AskedGrammar | None
+    grammar: AskedGrammar
     finish_reason: Literal["stop", "tool_calls"]
+    before: ReplyRegions | None = None
+    """The reasoning before the call, if there may be any."""
 
     @classmethod
     def named(cls, name: str, parameters: Mapping[str, Any] | None, where: str) -> ForcedCall:
@@ -32,20 +40,27 @@ class ForcedCall:
 
         Raises RequestError where the parameters allow no object.
         """
-        grammar = schema_grammar(where, _of_objects(parameters, where))
+        grammar = _json_grammar(where, of_objects(parameters, where))
         return cls(name=name, grammar=grammar, finish_reason="stop")
 
     @classmethod
-    def any_of(cls, functions: Mapping[str, Mapping[str, Any] | None], where: str) -> ForcedCall:
-        """A call of one of these functions, whose text is `{"name": ..., "arguments": {...}}`.
+    def any_of(
+        cls,
+        functions: Mapping[str, Mapping[str, Any] | None],
+        where: str,
+        allowed: Collection[str] | None = None,
+    ) -> ForcedCall:
+        """A call of one of these functions (or of the `allowed`), whose text is `{"name": ..., "arguments": {...}}`.
 
         `where` is the path of the tools in the request. Raises RequestError where parameters allow no object.
         """
         calls, parameters = [], {}
         for at, (name, schema) in enumerate(functions.items()):
+            if allowed is not None and name not in allowed:
+                continue
             field = f"{where}[{at}].function.parameters"  # a node's error names the place of a schema
             place = f"#/$defs/{field}"
-            parameters[field] = _moved(_of_objects(schema, field), place)
+            parameters[field] = _moved(of_objects(schema, field), place)
             for base in ("$id", "id"):  # of the references, which are changed
                 parameters[field].pop(base, None)
             properties = {"name": {"const": name}, "arguments": {"$ref": place}}
@@ -57,12 +72,37 @@ class ForcedCall:
                     "additionalProperties": False,
                 }
             )
-        grammar = schema_grammar(where, {"anyOf": calls, "$defs": parameters})
+        grammar = _json_grammar(where, {"anyOf": calls, "$defs": parameters})
         return cls(name=None, grammar=grammar, finish_reason="tool_calls")
+
+    def grammar_behind(self, reasoning: Reasoning) -> AskedGrammar:
+        """The grammar of the whole answer."""
+        if not reasoning:
+            return self.grammar
+        schema = msgspec.json.decode(self.grammar.grammar.text)
+        return _asked(self.grammar.field, CallGrammar(schema=schema, reasoning=reasoning))
 
     def reader(self) -> ForcedReader:
         """A reader for one answer."""
         return ForcedReader(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnforcedCalls:
+    """Calls in the syntax of the model, if the answer has any; `field` is that of the request which asks for it."""
+
+    calls: CallGrammar
+    field: str
+    is_named: bool
+
+    @property
+    def grammar(self) -> AskedGrammar:
+        """The grammar of an answer without reasoning."""
+        return self.grammar_behind("")
+
+    def grammar_behind(self, reasoning: Reasoning) -> AskedGrammar:
+        """The grammar of the whole answer."""
+        return _asked(self.field, msgspec.structs.replace(self.calls, reasoning=reasoning))
 
 
 class ForcedReader:
@@ -72,18 +112,45 @@ class ForcedReader:
         self.finish_reason = call.finish_reason
         self._name = call.name
         self._has_name = call.name is not None
+        self.num_tokens = 0
+        self.is_content: list[bool] = []
+        self._before = call.before.reader() if call.before is not None else None
         self._call = JsonCall(0, None)
 
-    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
-        """More text. One that ends before the function's name is only what the grammar puts before it."""
-        if self._has_name:  # the text is the arguments
+    def feed(self, texts: Sequence[str], end: str | None = None) -> ReplyDelta:
+        """The texts of more tokens. Text that ends before the name of the function says nothing."""
+        self.num_tokens += len(texts)
+        self.is_content += [False] * len(texts)
+        if self._before is None:
+            said = ReplyDelta(content="".join(texts) + (end or ""))
+        else:
+            said = self._before.feed(texts, end)
+        return ReplyDelta(said.reasoning, calls=tuple(self._read(said.content, is_last=end is not None)))
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of those so far."""
+        return self._before.num_reasoning_tokens if self._before is not None else 0
+
+    def _read(self, text: str, *, is_last: bool) -> Iterator[CallDelta]:
+        if not self._has_name:
+            yield from self._call.feed(text)
+            if is_last:
+                yield from self._call.end()
+        elif text or (self._name and self._before is None):  # the text is the arguments
             name, self._name = self._name, None
-            return ReplyDelta(calls=(CallDelta(0, text, name),) if text or name else ())
-        calls = [*self._call.feed(text), *(self._call.end() if last else ())]
-        return ReplyDelta(calls=tuple(calls))
+            yield CallDelta(0, text, name)
 
 
-def _of_objects(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def _json_grammar(field: str, schema: Mapping[str, Any]) -> AskedGrammar:
+    return AskedGrammar(field, Grammar("json_schema", msgspec.json.encode(schema).decode()))
+
+
+def _asked(field: str, calls: CallGrammar) -> AskedGrammar:
+    return AskedGrammar(field, Grammar("calls", msgspec.json.encode(calls).decode()))
+
+
+def of_objects(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
     """The schema at `where`, of objects alone. Where it has `$ref`, `anyOf` or values, nodes check the type."""
     parameters = parameters or _NO_ARGUMENTS
     types = parameters.get("type", "object")

@@ -1,4 +1,4 @@
-"""API keys of clients and administrators, which are sent as `Authorization: Bearer KEY`.
+"""API keys of clients and administrators, which are sent as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.
 
     keys that are set       client routes         admin routes (flush, abort all, profiles)
     none                    open                  open
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -182,7 +182,7 @@ class ApiKeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
         if scope["type"] == "http":
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            given = _given(scope["headers"])
             access = self._keys.access(given)
             if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
                 await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
@@ -222,6 +222,12 @@ def _is_one_of(digest: bytes, known: Sequence[bytes]) -> bool:
     for each in known:
         found |= hmac.compare_digest(digest, each)
     return found
+
+
+def _given(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The key as `Authorization` has it; Anthropic's clients send it as `x-api-key`."""
+    values = dict(headers)
+    return values.get(b"authorization") or b"Bearer " + values.get(b"x-api-key", b"")
 
 
 def _digest_of(authorization: bytes) -> bytes:

@@ -70,7 +70,8 @@ class OneOf:
     """Chooses the type of a field by the JSON type of its value: `Annotated[str | list[str], OneOf(phrase, {...})]`.
 
     Keys of `branches` are "str", "int", "bool", "dict", "list", or "list[str]" and so on, by the first item of a
-    list; a list that begins with null counts as one of lists. The error says `phrase` when no branch fits.
+    list; a list that begins with null counts as one of lists. "dict[text]" is an object whose `type` is text. The
+    error says `phrase` when no branch fits.
     """
 
     def __init__(self, phrase: str, branches: Mapping[str, Any]) -> None:
@@ -89,6 +90,9 @@ class OneOf:
         )
 
     def _kind(self, value: Any) -> str:
+        if isinstance(value, dict):
+            of_its_type = f"dict[{value.get('type')}]"
+            return of_its_type if of_its_type in self._branches else "dict"
         if not isinstance(value, list) or "list" in self._branches:
             return type(value).__name__
         if not value:

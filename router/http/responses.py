@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ _EVENT_STREAM = (
     "Server-sent events; the schema is that of one event. The last one's data is [DONE]; a failure in mid-stream is "
     "an ErrorAnswer before it."
 )
+ANTHROPIC_PATH = "/v1/messages"
 ERROR = "request_error"
 """The key of a request's error in the state of its scope."""
 
@@ -69,20 +71,48 @@ def error_body(error: RequestError) -> ErrorAnswer:
     )
 
 
-def error_response(error: RequestError) -> Response:
-    """A refusal or failure as an HTTP response."""
+@dataclass(frozen=True)
+class StreamForm:
+    """How a dialect writes a stream: each event named by its `type` or not, an error in the middle, and the end."""
+
+    names_events: bool
+    error: Callable[[RequestError], object]
+    end: bytes = b""
+
+    def encode(self, event: Any) -> bytes:
+        """An event."""
+        name = f"event: {event['type']}\n".encode() if self.names_events else b""
+        return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+DATA_ONLY = StreamForm(names_events=False, error=error_body, end=b"data: [DONE]\n\n")
+"""Of OpenAI's older routes, and of SGLang's."""
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """An error as the routes under ANTHROPIC_PATH write it."""
+    kind = {503: "overloaded_error", 408: "timeout_error", 415: "invalid_request_error"}.get(error.status)
+    kind = kind or _ERROR_TYPES.get(
+        error.status, "api_error" if error.status >= 500 else "invalid_request_error"
+    )
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(error: RequestError, path: str = "") -> Response:
+    """A refusal or failure as an HTTP response, in the form of the dialect of this `path`."""
     headers: dict[str, str] = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
         headers["Retry-After"] = str(error.retry_after_s or 1)
-    return json_response(error_body(error), error.status, headers)
+    body = anthropic_error(error) if path.startswith(ANTHROPIC_PATH) else error_body(error)
+    return json_response(body, error.status, headers)
 
 
 async def refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request with an error, from a middleware."""
     note_error(scope, error)
-    await error_response(error)(scope, receive, send)
+    await error_response(error, scope["path"])(scope, receive, send)
 
 
 def note_error(scope: Scope, error: RequestError) -> None:
@@ -106,7 +136,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def stream_response(request: Request, events: AsyncGenerator[object, None]) -> Response:
+async def stream_response(
+    request: Request, events: AsyncGenerator[object, None], form: StreamForm = DATA_ONLY
+) -> Response:
     """A stream of the events. An error before the first event is an ordinary error response.
 
     A source may end without any event.
@@ -116,7 +148,7 @@ async def stream_response(request: Request, events: AsyncGenerator[object, None]
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events)
+    return EventStream(first, events, form)
 
 
 def event_stream(event: Any) -> dict[int | str, dict[str, Any]]:
@@ -137,11 +169,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: object | None, events: AsyncGenerator[object, None]) -> None:
+    def __init__(self, first: object | None, events: AsyncGenerator[object, None], form: StreamForm) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client disconnects."""
@@ -155,23 +188,21 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if self._first is not None:
-            await _send_event(send, self._first)
+            await self._send(send, self._first)
         try:
             async for event in self._events:
-                await _send_event(send, event)
+                await self._send(send, event)
         except RequestError as e:
-            await _send_event(send, error_body(e))
+            await self._send(send, self._form.error(e))
         except (ClientDisconnect, OSError):
             raise
         except Exception:
             crash("stream_failed")
-            await _send_event(send, error_body(RequestError("internal error", status=500)))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await self._send(send, self._form.error(RequestError("internal error", status=500)))
+        await send({"type": "http.response.body", "body": self._form.end, "more_body": False})
 
-
-async def _send_event(send: Send, event: object) -> None:
-    body = b"data: " + msgspec.json.encode(event) + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send(self, send: Send, event: object) -> None:
+        await send({"type": "http.response.body", "body": self._form.encode(event), "more_body": True})
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -60,6 +60,16 @@ class Generation:
         return self._output.text
 
     @property
+    def texts(self) -> list[str]:
+        """Of the text so far, what each output token has completed."""
+        return self._output.texts
+
+    @property
+    def end(self) -> str:
+        """The text behind that of all tokens, which the end of the sequence has settled."""
+        return self._output.end
+
+    @property
     def output_ids(self) -> list[int]:
         """The output tokens so far, at most up to the stop that ended them."""
         return self._output.token_ids

@@ -19,10 +19,17 @@ from shared.protocol.messages import Finish
 
 
 class OutputText:
-    """`token_ids` and `text` so far; `matched` is the client's stop string or pattern that ended them."""
+    """`token_ids` so far with the text of each; `matched` is the client's stop string or pattern that ended them.
+
+    A token has the text that it completes, so one that is half a character, or may become a stop, has none.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt, conditions: StopConditions) -> None:
         self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        """Of each token."""
+        self.end = ""
+        """The text behind that of all tokens, which the end of the sequence settles."""
         self.matched: str | None = None
         self._tokenizer = tokenizer
         self._options = prompt.options
@@ -31,57 +38,50 @@ class OutputText:
             skip_special_tokens=self._options.skip_special_tokens, prompt_ids=prompt.work.input_ids
         )
         self._matcher = StopMatcher(conditions, keep=self._options.no_stop_trim) if conditions else None
-        self._pieces: list[str] = []
+        self._joined = ""
+        self._num_joined = 0
 
     @property
     def text(self) -> str:
-        """All text so far. The pieces are joined here, since a stream of differences does not need this."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        """All text so far. The texts are joined here, since a stream of differences does not need this."""
+        if self._num_joined < len(self.texts):
+            self._joined += "".join(self.texts[self._num_joined :])
+            self._num_joined = len(self.texts)
+        return self._joined + self.end
 
     def add(self, token_ids: Sequence[int], finish: Finish | Aborted | None) -> str:
         """The text that these tokens and the end of the sequence add. Raises RequestError."""
-        if self._matcher is None:
-            self.token_ids += token_ids
-            added = self._detokenizer.feed(token_ids[: self._num_shown(token_ids, finish)])
-            if finish is not None:
-                added += self._detokenizer.flush()
-        else:
-            added = self._add_until_stop(self._matcher, token_ids, finish)
-        if added:
-            self._pieces.append(added)
-        return added
-
-    def _add_until_stop(
-        self, matcher: StopMatcher, token_ids: Sequence[int], finish: Finish | Aborted | None
-    ) -> str:
-        """Add tokens one by one, since a stop may end the text between two of them."""
-        added: list[str] = []
+        first = len(self.texts)
         by_stop_id = _is_stop_id(token_ids, finish)
-        num_shown = self._num_shown(token_ids, finish)
-        for at, token_id in enumerate(token_ids):
+        num_shown = len(token_ids) - (by_stop_id and not self._options.no_stop_trim)
+        for at, token_id in enumerate(
+            token_ids
+        ):  # one by one, since a stop may end the text between two of them
             self.token_ids.append(token_id)
-            if at < num_shown:
-                armed = self._armed and not (by_stop_id and at == len(token_ids) - 1)
-                added.append(self._scan(matcher, token_id, armed=armed))
-                if self.matched is not None:
-                    return "".join(added)
+            armed = self._armed and not (by_stop_id and at == len(token_ids) - 1)
+            self.texts.append(self._text_of(token_id, armed=armed) if at < num_shown else "")
+            if self.matched is not None:
+                return "".join(self.texts[first:])
         if finish is not None:
-            scan = matcher.feed(self._detokenizer.flush(), armed=self._armed and not by_stop_id)
-            self.matched = scan.matched
-            added += (scan.text, matcher.flush())
-        return "".join(added)
+            self.end = self._detokenizer.flush()
+            if self._matcher is not None:
+                scan = self._matcher.feed(self.end, armed=self._armed and not by_stop_id)
+                self.matched = scan.matched
+                self.end = scan.text + self._matcher.flush()
+        return "".join(self.texts[first:]) + self.end
 
-    def _scan(self, matcher: StopMatcher, token_id: int, *, armed: bool) -> str:
+    def _text_of(self, token_id: int, *, armed: bool) -> str:
+        if self._matcher is None:
+            return self._detokenizer.feed((token_id,))
         before = ""
         if self._options.skip_special_tokens:
-            scan = matcher.feed(self._tokenizer.special_text(token_id), visible=False, armed=armed)
+            special = self._tokenizer.special_text(token_id)
+            scan = self._matcher.feed(special, visible=False, armed=armed)
             if scan.matched is not None:
                 self.matched = scan.matched
                 return scan.text
             before = scan.text
-        scan = matcher.feed(self._detokenizer.feed((token_id,)), armed=armed)
+        scan = self._matcher.feed(self._detokenizer.feed((token_id,)), armed=armed)
         self.matched = scan.matched
         return before + scan.text
 
@@ -89,10 +89,6 @@ class OutputText:
     def _armed(self) -> bool:
         """True behind the first `min_new_tokens`. A stop may begin within them, and must be completed behind them."""
         return len(self.token_ids) > self._min_new_tokens
-
-    def _num_shown(self, token_ids: Sequence[int], finish: Finish | Aborted | None) -> int:
-        """How many of these tokens become text: not the stop id, unless the client set no_stop_trim."""
-        return len(token_ids) - (_is_stop_id(token_ids, finish) and not self._options.no_stop_trim)
 
 
 def _is_stop_id(token_ids: Sequence[int], finish: Finish | Aborted | None) -> bool:

@@ -42,6 +42,8 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     """A regular expression of what comes before the arguments, with the function's `name`, where the body of a call
     is not `{"name": .., "arguments": ..}`."""
+    grammar: str = ""
+    """XGrammar's name of the family, if it has one: then a grammar can enforce calls in this syntax."""
 
     @property
     def is_json(self) -> bool:
@@ -72,6 +74,10 @@ class ReplyRegions:
     reasons: bool
     in_reasoning: bool
     tools: Sequence[dict[str, Any]] = ()
+    is_one_call: bool = False
+    """Calls behind the first are left out."""
+    is_named: bool = False
+    """The client chose the function, so a call is how the answer stops."""
 
     def reader(self) -> ReplyReader:
         """A reader for one answer."""
@@ -156,22 +162,45 @@ class ReplyReader:
         """Behind another region, in which space at the beginning says nothing."""
         self.num_calls = 0
         """That are complete, or were cut off."""
+        self.num_reasoning_tokens = 0
+        self.num_tokens = 0
+        self.is_content: list[bool] = []
+        """Of each token, whether its text is content; of those that may begin a tag it is not yet known."""
+        self._is_one_call = regions.is_one_call
+        self._is_named = regions.is_named
 
     @property
     def finish_reason(self) -> Literal["stop", "tool_calls"]:
         """Of an answer that has ended by itself."""
-        return "tool_calls" if self.num_calls else "stop"
+        return "tool_calls" if self.num_calls and not self._is_named else "stop"
 
-    def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
-        """More text, and the end of the answer with the `last`."""
+    def feed(self, texts: Sequence[str], end: str | None = None) -> ReplyDelta:
+        """The texts of more tokens; with the `end` of the answer, the text that comes behind the last token."""
         told = _Told()
-        self._take(self._parser.feed(text), told)
-        if last:
+        for text in texts:
+            before, num_told = self._region, len(told.content)
+            self._take(self._parser.feed(text), told)
+            self.num_tokens += 1
+            if len(told.content) > num_told:
+                self._decide(is_content=True)
+            elif {before, self._region} != {"content"}:
+                num_decided = self._decide(is_content=False)
+                self.num_reasoning_tokens += num_decided * ("reasoning" in (before, self._region))
+        if end is not None:
+            self._take(self._parser.feed(end), told)
             _, events = self._parser.finalize()
             self._take(events, told)
             if self._region == "content":
                 told.content.append(self._held["content"])
-        return ReplyDelta("".join(told.reasoning), "".join(told.content), tuple(told.calls))
+            self._decide(is_content=True)
+        calls = (call for call in told.calls if not (self._is_one_call and call.index))
+        return ReplyDelta("".join(told.reasoning), "".join(told.content), tuple(calls))
+
+    def _decide(self, *, is_content: bool) -> int:
+        """Decide about the tokens that are not yet decided, and return their number."""
+        num_decided = self.num_tokens - len(self.is_content)
+        self.is_content += [is_content] * num_decided
+        return num_decided
 
     def _take(self, events: Sequence[Mapping[str, Any]], told: _Told) -> None:
         for event in events:
@@ -182,8 +211,10 @@ class ReplyReader:
                 self._tell(region, event["text"], told)
             elif kind == "region_chunk" and self._call is not None:
                 told.calls += self._call.feed(event["text"])
-            elif kind == "region_close" and region == "call":
-                self._close_call(event["value"], told)
+            elif kind == "region_close" and region != "content":
+                if region == "call":
+                    self._close_call(event["value"], told)
+                self._open("content")
 
     def _open(self, region: str) -> None:
         if region != self._region:

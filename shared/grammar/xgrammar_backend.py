@@ -10,16 +10,18 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import tokenizers
 import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from shared.errors import RequestError
+from shared.grammar.call_tags import structural_tag, written_by
 from shared.grammar.nesting import check_nesting
 from shared.grammar.regex_syntax import regex_for_xgrammar
 from shared.grammar.schema_keywords import check_keywords
-from shared.protocol.sampling_params import Grammar
+from shared.protocol.sampling_params import CallGrammar, Grammar
 
 MAX_WHITESPACE = 64
 """Most spaces between two elements of JSON. Without a bound, a weak model may generate spaces for ever."""
@@ -148,7 +150,12 @@ class XGrammarBackend:
         tokenizer_info: xgrammar.TokenizerInfo,
         encode: Encode,
         max_kept_nbytes: int = MAX_CACHED_NBYTES,
+        special_texts: Mapping[int, str] | None = None,
     ) -> None:
+        """`special_texts` are those of special tokens, which only the grammar of calls knows."""
+        self._info = tokenizer_info
+        self._special_texts = special_texts or {}
+        self._call_compilers: dict[str, tuple[xgrammar.GrammarCompiler, list[bytes]]] = {}
         self._pieces = list(tokenizer_info.decoded_vocab)
         self._encode = encode
         self._kept: dict[Grammar, XGrammarCompiled] = {}
@@ -160,10 +167,10 @@ class XGrammarBackend:
             bytes([lead]): _mask((first_V < low) | (first_V >= high))
             for lead, (low, high) in _NO_UTF8.items()
         }
-        self._compiler, self._json_compiler = (
-            xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-            for info in (tokenizer_info, _without_controls(tokenizer_info, self._pieces))
-        )
+        self._compiler = _compiler(tokenizer_info)
+        # XGrammar lets control characters into strings with `minLength` or `maxLength`, where JSON forbids them.
+        printed = [b"" if _CONTROL.search(piece) else piece for piece in self._pieces]
+        self._json_compiler = _compiler(_with_pieces(tokenizer_info, printed))
 
     @classmethod
     def load(
@@ -179,7 +186,9 @@ class XGrammarBackend:
             raise RequestError("this model has no tokenizer.json, so grammars cannot be followed", status=400)
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
         info = tokenizer_info(tokenizer, vocab_size, eos_token_ids)
-        return cls(info, continuation_encoder(tokenizer), max_kept_nbytes)
+        added = tokenizer.get_added_tokens_decoder().items()
+        special = {i: token.content for i, token in added if token.special and i not in eos_token_ids}
+        return cls(info, continuation_encoder(tokenizer), max_kept_nbytes, special)
 
     def compile(self, grammar: Grammar) -> XGrammarCompiled:
         """Check and compile a grammar, or take it from the cache. Raises RequestError with the compiler's message."""
@@ -201,6 +210,7 @@ class XGrammarBackend:
 
     def _compile(self, grammar: Grammar) -> XGrammarCompiled:
         check_nesting(grammar)
+        pieces = self._pieces
         try:
             match grammar.kind:
                 case "json_schema":
@@ -212,12 +222,27 @@ class XGrammarBackend:
                     compiled = self._compiler.compile_regex(regex_for_xgrammar(grammar.text, "regex"))
                 case "ebnf":
                     compiled = self._compiler.compile_grammar(grammar.text)
-        except RuntimeError as error:
+                case "calls":
+                    calls = msgspec.json.decode(grammar.text, type=CallGrammar)
+                    compiler, pieces = self._call_compiler(calls.family)
+                    compiled = compiler.compile_structural_tag(structural_tag(calls, MAX_WHITESPACE))
+        except (RuntimeError, ValueError) as error:
             message = _SOURCE_LINE.sub("", str(error)).strip()
             message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
             message = message or "XGrammar refuses it without a reason; is a number in it too large?"
             raise RequestError(f"{grammar.kind}: {message}", param=grammar.kind) from None
-        return XGrammarCompiled(compiled, self._pieces, self._after, self._encode)
+        return XGrammarCompiled(compiled, pieces, self._after, self._encode)
+
+    def _call_compiler(self, family: str) -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
+        """A compiler for which the special tokens that a family writes have text, and the bytes of all tokens."""
+        with self._lock:
+            if family not in self._call_compilers:
+                pieces, written = [*self._pieces], written_by(family)
+                for token_id, text in self._special_texts.items():
+                    if text in written:
+                        pieces[token_id] = text.encode()
+                self._call_compilers[family] = _compiler(_with_pieces(self._info, pieces)), pieces
+            return self._call_compilers[family]
 
 
 def _kept_nbytes(grammar: Grammar, compiled: XGrammarCompiled) -> int:
@@ -230,13 +255,14 @@ def _mask(allowed_V: np.ndarray) -> np.ndarray:
     return np.packbits(np.pad(allowed_V, (0, -len(allowed_V) % 32)), bitorder="little").view(np.int32)
 
 
-def _without_controls(info: xgrammar.TokenizerInfo, pieces: Sequence[bytes]) -> xgrammar.TokenizerInfo:
-    """The tokens that may be part of JSON: none with a control character but line breaks.
+def _compiler(info: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    XGrammar lets control characters into strings with `minLength` or `maxLength`, where JSON forbids them.
-    """
+
+def _with_pieces(info: xgrammar.TokenizerInfo, pieces: list[bytes]) -> xgrammar.TokenizerInfo:
+    """The same tokens with these bytes. One without any is never part of a text."""
     return xgrammar.TokenizerInfo(
-        [b"" if _CONTROL.search(piece) else piece for piece in pieces],
+        pieces,
         xgrammar.VocabType.RAW,
         vocab_size=info.vocab_size,
         stop_token_ids=info.stop_token_ids,

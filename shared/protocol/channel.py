@@ -310,7 +310,6 @@ class ControlThread:
                 f"{dialled.identity}|{next(self._dials)}",
                 self._fleet_key,
                 max_queued_messages=MAX_QUEUED_MESSAGES,
-                connect_timeout_s=self._limits.connect_timeout_s,
             )
         except (LinkError, zmq.ZMQError) as error:
             self._lose(dialled, f"{dialled.address} cannot be dialled: {error}")

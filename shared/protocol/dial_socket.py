@@ -69,7 +69,6 @@ class DialSocket(Generic[S]):
         fleet_key: FleetKey | None,
         *,
         max_queued_messages: int,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self._address = address
         self._fleet_key = fleet_key
@@ -78,10 +77,10 @@ class DialSocket(Generic[S]):
             self.socket.linger = 0
             self.socket.identity = identity.encode()
             self.socket.reconnect_ivl = _NEVER_MS
-            self.socket.connect_timeout = int(1000 * connect_timeout_s)
+            self.socket.connect_timeout = int(1000 * CONNECT_TIMEOUT_S)
             self.socket.ipv6 = address.startswith("tcp://[")
             self.socket.sndhwm = self.socket.rcvhwm = max_queued_messages
-            bound_strangers(self.socket, connect_timeout_s)
+            bound_strangers(self.socket)
             if fleet_key is not None:
                 fleet_key.secure_client(self.socket, address)
             self.monitor = self.socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)

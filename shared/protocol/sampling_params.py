@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,8 +26,25 @@ class TokenBias(msgspec.Struct, frozen=True, array_like=True):
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What the output has to match, from its first token to its end. Two with the same text are the same."""
 
-    kind: Literal["json_schema", "regex", "ebnf"]
+    kind: Literal["json_schema", "regex", "ebnf", "calls"]
     text: str
+
+
+class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of a Grammar of the kind "calls", as JSON: an answer that calls tools, behind reasoning that is free.
+
+    Calls have the syntax of a `family`, by XGrammar's name; with a `schema` the answer is one call as JSON instead.
+    """
+
+    family: str = ""
+    tools: list[dict[str, Any]] = []
+    """As in a chat. The arguments of a `strict` one keep to its schema."""
+    choice: Literal["auto", "required"] = "required"
+    parallel: bool = True
+    """Whether there may be several calls."""
+    schema: dict[str, Any] | None = None
+    reasoning: Literal["", "open", "free"] = ""
+    """None, as the prompt ends in it, or as the model likes."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

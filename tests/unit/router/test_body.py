@@ -15,8 +15,10 @@ from starlette.types import Message
 from router.api.chat_bodies import ChatBody
 from router.api.fleet_api import AddNode
 from router.api.generate_bodies import GenerateBody, NativeSampling
+from router.api.messages_api import CountBody, MessagesBody
 from router.api.openai_bodies import CompletionBody
 from router.api.profile_api import StartProfileBody
+from router.api.responses_api import ResponsesBody
 from router.api.service_api import AbortBody, DetokenizeBody, TokenizeBody
 from router.http.body import Body, FailFast, OneOf, Refused, must
 from router.http.json_bodies import JsonRequest
@@ -32,6 +34,9 @@ BODIES = (
     AbortBody,
     StartProfileBody,
     AddNode,
+    MessagesBody,
+    CountBody,
+    ResponsesBody,
 )
 Word = Annotated[str, Field(min_length=1, max_length=5)]
 Even = Annotated[int, must("even", lambda number: number % 2 == 0)]

@@ -132,7 +132,7 @@ def test_a_forced_call(folder: Path, choice: Any, text: str, finish_reason: str)
     with_client(folder, text, use)
 
 
-def test_a_streamed_call_begins_with_its_name_and_has_all_logprobs(folder: Path) -> None:
+def test_a_streamed_call_begins_with_its_name(folder: Path) -> None:
     async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
         asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
         stream = await client.chat.completions.create(model="tiny", **asked, logprobs=True, stream=True)
@@ -141,8 +141,7 @@ def test_a_streamed_call_begins_with_its_name_and_has_all_logprobs(folder: Path)
         assert all(choice.delta.tool_calls for choice in more[:-1])
         (named,) = more[0].delta.tool_calls or ()
         assert named.function is not None and named.function.name == "weather"
-        told = [token for choice in more if choice.logprobs for token in choice.logprobs.content or ()]
-        assert bytes(byte for token in told for byte in token.bytes or ()).decode() == CALL
+        assert not any(choice.logprobs.content for choice in more if choice.logprobs), "a call is no content"
 
     with_client(folder, CALL, use)
 
@@ -269,3 +268,69 @@ def test_calls_of_an_unknown_family_are_text(folder: Path) -> None:
         assert answered.choices[0].finish_reason == "stop"
 
     with_client(folder, AUTO, use)
+
+
+def test_tokens_of_reasoning_are_counted_and_logprobs_are_those_of_content(hermes: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "logprobs": True}
+        whole = await client.chat.completions.create(**asked)
+        options: Any = {"include_usage": True}
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options=options)
+        *chunks, last = [chunk async for chunk in stream]
+        told = [whole.choices[0].logprobs, *(chunk.choices[0].logprobs for chunk in chunks)]
+        texts = ["".join(token.token for token in one.content or ()) if one else "" for one in told]
+        assert texts[0].strip() == "I look." and "".join(texts[1:]) == texts[0]
+        text, num_reasoning = "", 0
+        for token_id in byte_level_tokenizer().encode(AUTO).ids:
+            num_reasoning += "</think>" not in text
+            text += byte_level_tokenizer().decode([token_id])
+        for usage in (whole.usage, last.usage):
+            assert usage is not None and usage.completion_tokens_details is not None
+            assert usage.completion_tokens_details.reasoning_tokens == num_reasoning
+
+    with_client(hermes, AUTO, use)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_behind_the_first(hermes: Path, parallel: bool) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
+        asked["parallel_tool_calls"] = parallel
+        message = (await client.chat.completions.create(**asked)).choices[0].message
+        stream = await client.chat.completions.create(**asked, stream=True)
+        named = {call.index async for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()}
+        assert len(message.tool_calls or ()) == len(named) == (2 if parallel else 1)
+
+    with_client(hermes, f"<tool_call>{CALL}</tool_call>" * 2, use)
+
+
+def test_some_tools_may_be_allowed(folder: Path) -> None:
+    now: Any = {"type": "function", "function": {"name": "now"}}
+
+    def allowed(mode: str, tool: Any = now) -> dict[str, Any]:
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
+        return {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
+
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        await client.chat.completions.create(**allowed("required"))
+        grammar = decode.all(Decode)[-1].work.params.grammar
+        assert grammar is not None and '"now"' in grammar.text and '"weather"' not in grammar.text
+        unknown = {"type": "function", "function": {"name": "x"}}
+        for mode in ("auto", "required"):
+            with pytest.raises(openai.BadRequestError, match="tool_choice names 'x'"):
+                await client.chat.completions.create(**allowed(mode, unknown))
+
+    with_client(folder, '{"name": "now", "arguments": {}}', use)
+
+
+def test_no_bound_may_be_said_as_minus_one(folder: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        lengths = []
+        for bound in ({}, {"max_tokens": -1}, {"max_completion_tokens": -1}):
+            await client.chat.completions.create(model="tiny", messages=QUESTION, **bound)
+            lengths.append(decode.all(Decode)[-1].work.params.max_new_tokens)
+        assert len(set(lengths)) == 1
+        with pytest.raises(openai.NotFoundError, match="no embeddings"):
+            await client.embeddings.create(model="tiny", input="x")
+
+    with_client(folder, "fine", use)

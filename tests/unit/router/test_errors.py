@@ -247,7 +247,7 @@ CHAT = [
             ({"tools": [TOOL] * 2, "tool_choice": "required"}, "tools[1].function.name: there is another"),
             ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice must be none, auto or required, not 'f'"),
             ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
-            ({"tools": [TOOL], "tool_choice": ["none"]}, "tool_choice must be none, auto, required or {"),
+            ({"tools": [TOOL], "tool_choice": ["none"]}, "tool_choice must be none, auto, required, {"),
             (
                 {"tools": [TOOL], "tool_choice": CALL_OF_G},
                 "tool_choice names 'g', which is not among the tools",

@@ -35,7 +35,7 @@ def read(
     reader, reasoning, content = regions.reader(), "", ""
     calls: list[tuple[str, str]] = []
     for at, piece in enumerate(pieces, 1):
-        said = reader.feed(piece, last=at == len(pieces))
+        said = reader.feed([piece], "" if at == len(pieces) else None)
         reasoning += said.reasoning
         content += said.content
         for call in said.calls:
@@ -190,14 +190,14 @@ def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
     regions = ReplyRegions(call_format=reply_formats()["hermes"], reasons=False, in_reasoning=False)
     reader = regions.reader()
     pieces = ('<tool_call>{"name": "get", "arg', 'uments": {"s": "a', "b", 'c"}}', "</tool_call>")
-    told = [[(call.name, call.arguments) for call in reader.feed(piece).calls] for piece in pieces]
+    told = [[(call.name, call.arguments) for call in reader.feed([piece]).calls] for piece in pieces]
     assert told == [[], [("get", '{"s": "a')], [(None, "b")], [(None, 'c"}')], []]
 
 
 def test_nothing_but_what_may_become_a_call_is_held_back() -> None:
     regions = ReplyRegions(call_format=reply_formats()["hermes"], reasons=True, in_reasoning=False)
     reader = regions.reader()
-    assert [reader.feed(piece).content for piece in ("a", "b <t", "o b", " ", "c")] == [
+    assert [reader.feed([piece]).content for piece in ("a", "b <t", "o b", " ", "c")] == [
         "a",
         "b",
         " <to b",

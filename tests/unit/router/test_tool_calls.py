@@ -44,7 +44,7 @@ def read(pieces: list[str], call: ForcedCall = FORCED) -> tuple[str | None, str]
     told = [
         more
         for at, piece in enumerate(pieces, 1)
-        for more in reader.feed(piece, last=at == len(pieces)).calls
+        for more in reader.feed([piece], "" if at == len(pieces) else None).calls
     ]
     assert [more.name for more in told[1:]] == [None] * len(told[1:])
     return (told[0].name if told else None), "".join(more.arguments for more in told)

@@ -1,0 +1,354 @@
+"""`/v1/messages`: Anthropic's API, for its clients. A request becomes a chat's body, and is read and run as one.
+
+Reasoning is a `thinking` block, whose signature is empty, since nothing has to be proved to this server. Prompts are
+always cached, so `cache_control` has no effect, and its price is zero: no tokens are told as written to a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
+from router.api.openai_bodies import NoEffect
+from router.api.openai_requests import OpenAIRequest, chat_body, count_prompt_tokens, read_chat
+from router.api.reply_blocks import NAMED_EVENTS, Block, Change, Event, ReplyBlocks, respond_in_blocks
+from router.http.body import Body, FailFast, OneOf, Refused
+from router.http.json_bodies import JsonRoute
+from router.http.limits import HttpLimits
+from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
+from router.request.finish_reason import StopReason, kind_of
+from router.request.generation import Generation, Generator
+from router.request.queue_limit import PlacesOfRequest
+from router.request.sampling import NewTokens, StopString
+from router.text.served_model import ModelSlot
+
+
+class TextBlock(Body):
+    """Text."""
+
+    type: Annotated[Literal["text"], Field(description="Text.")]
+    text: Annotated[str, Field(description="What is said.")]
+
+
+class ThinkingBlock(Body):
+    """What the model has reasoned."""
+
+    type: Annotated[Literal["thinking"], Field(description="Of an earlier answer.")]
+    thinking: Annotated[str, Field(description="What was thought; its signature is not looked at.")]
+
+
+class RedactedThinking(Body):
+    """Reasoning that only another server can read; it is left out."""
+
+    type: Annotated[Literal["redacted_thinking"], Field(description="Of an earlier answer.")]
+
+
+class ToolUse(Body):
+    """A call that the assistant has made."""
+
+    type: Annotated[Literal["tool_use"], Field(description="Of an earlier answer.")]
+    id: Annotated[str, Field(max_length=256, description="Named by the tool's answer.")]
+    name: FunctionName
+    input: Annotated[dict[str, Any], Field(description="The arguments.")] = Field(default_factory=dict)
+
+
+_TEXTS = Annotated[
+    str | list[TextBlock],
+    OneOf(
+        "a string or a list of text blocks",
+        {"str": str, "list": Annotated[list[TextBlock], FailFast(), Field(max_length=MAX_PARTS)]},
+    ),
+]
+
+
+class ToolResult(Body):
+    """A tool's answer."""
+
+    type: Annotated[Literal["tool_result"], Field(description="Answers a call.")]
+    tool_use_id: Annotated[str, Field(max_length=256, description="The call that it answers.")]
+    content: Annotated[_TEXTS, Field(description="What the tool has said.")] = ""
+    is_error: Annotated[bool, Field(description="Has no effect: the text says so.")] = False
+
+
+_Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult,
+    OneOf(
+        "a block of type text, thinking, redacted_thinking, tool_use or tool_result",
+        {
+            "dict[text]": TextBlock,
+            "dict[thinking]": ThinkingBlock,
+            "dict[redacted_thinking]": RedactedThinking,
+            "dict[tool_use]": ToolUse,
+            "dict[tool_result]": ToolResult,
+        },
+    ),
+]
+
+
+class InputMessage(Body):
+    """One turn."""
+
+    role: Annotated[Literal["user", "assistant"], Field(description="The author.")]
+    content: Annotated[
+        str | list[_Block],
+        OneOf(
+            "a string or a list of blocks",
+            {"str": str, "list": Annotated[list[_Block], FailFast(), Field(max_length=MAX_PARTS)]},
+        ),
+        Field(description="Text, or blocks of it, of reasoning, calls and answers."),
+    ]
+
+
+class MessagesTool(Body):
+    """A function that the model may call."""
+
+    type: Annotated[Literal["custom"], Field(description="Tools of Anthropic's own are not served.")] = (
+        "custom"
+    )
+    name: FunctionName
+    description: Annotated[str | None, Field(description="For the chat template.")] = None
+    input_schema: Annotated[dict[str, Any], Field(description="The JSON schema of its arguments.")]
+    strict: Annotated[bool, Field(description="A call keeps to the schema.")] = False
+
+
+class MessagesToolChoice(Body):
+    """Whether the model calls a tool."""
+
+    type: Annotated[Literal["auto", "any", "tool", "none"], Field(description="any: it must call one.")]
+    name: Annotated[FunctionName | None, Field(description="With type tool: which one.")] = None
+    disable_parallel_tool_use: Annotated[bool, Field(description="At most one call.")] = False
+
+
+class Thinking(Body):
+    """Whether the model reasons first."""
+
+    type: Annotated[Literal["enabled", "disabled", "adaptive"], Field(description="Told to the template.")]
+    budget_tokens: NoEffect = None
+
+
+class CountBody(Body):
+    """A conversation."""
+
+    model: Annotated[str | None, Field(max_length=1024, description="The served one.")] = None
+    messages: Annotated[
+        list[InputMessage],
+        FailFast(),
+        Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."),
+    ]
+    system: Annotated[_TEXTS, Field(description="Comes before the conversation.")] = ""
+    tools: Annotated[
+        list[MessagesTool] | None, FailFast(), Field(max_length=MAX_TOOLS, description="May be called.")
+    ] = None
+    tool_choice: Annotated[MessagesToolChoice | None, Field(description="auto by default.")] = None
+    thinking: Annotated[Thinking | None, Field(description="The template's own default if left out.")] = None
+    metadata: NoEffect = None
+    mcp_servers: Annotated[Any, Refused(([],), why="not supported: a client calls its servers itself")] = None
+    container: Annotated[Any, Refused()] = None
+
+    def chat(self) -> dict[str, Any]:
+        """As the body of a chat."""
+        system = _text(self.system)
+        messages = [{"role": "system", "content": system}] if system else []
+        choice = self.tool_choice
+        return {
+            "model": self.model,
+            "messages": [*messages, *(one for message in self.messages for one in _chat_messages(message))],
+            "tools": [_chat_tool(tool) for tool in self.tools or ()],
+            "tool_choice": None if choice is None else _chat_choice(choice),
+            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "reasoning_effort": "none" if self.thinking and self.thinking.type == "disabled" else None,
+            "chat_template_kwargs": {"enable_thinking": True, "thinking": True}
+            if self.thinking and self.thinking.type == "enabled"
+            else None,
+        }
+
+
+class MessagesBody(CountBody):
+    """A conversation, to be continued by the assistant."""
+
+    max_tokens: Annotated[NewTokens, Field(description="Longest answer.")]
+    stream: Annotated[bool, Field(description="Send events.")] = False
+    stop_sequences: Annotated[list[StopString] | None, Field(description="End the answer.")] = None
+    temperature: Annotated[float | None, Field(ge=0, le=1e6, description="As in a chat.")] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, description="As in a chat.")] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=2**63, description="As in a chat.")] = None
+
+    def chat(self) -> dict[str, Any]:
+        """As the body of a chat."""
+        sampling = {
+            name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        }
+        return {**super().chat(), **sampling, "stop": self.stop_sequences}
+
+
+def messages_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) -> APIRouter:
+    """The routes. The one that generates is behind a QueueGate."""
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {
+            "description": "An error in Anthropic's form.",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        }
+        for status in ("4XX", "5XX")
+    }
+    router = APIRouter(prefix=ANTHROPIC_PATH, tags=["Anthropic"], route_class=JsonRoute, responses=errors)
+
+    @router.post("", response_model=None, responses=NAMED_EVENTS)
+    async def messages(request: Request, body: MessagesBody, places: PlacesOfRequest) -> Response:
+        """Answer a conversation, as Anthropic's API does."""
+        with generator.claim() as claim:
+            reading = read_chat(
+                chat_body(body.chat()), model.get(), limits, request.headers, places, claim, prefix="msg_"
+            )
+            asked = await while_connected(request.receive, reading)
+            shape = MessagesShape(asked, model.get().name)
+            return await respond_in_blocks(
+                request, generator, asked, shape, model.get().tokenizer, places, claim
+            )
+
+    @router.post("/count_tokens")
+    async def count_tokens(request: Request, body: CountBody) -> dict[str, int]:
+        """Count the tokens of a conversation's prompt."""
+        counting = count_prompt_tokens(chat_body(body.chat()), model.get(), limits)
+        return {"input_tokens": await while_connected(request.receive, counting)}
+
+    return router
+
+
+class MessagesShape:
+    """An answer in Anthropic's words."""
+
+    form = StreamForm(names_events=True, error=anthropic_error)
+
+    def __init__(self, asked: OpenAIRequest, model: str) -> None:
+        self._asked = asked
+        self._model = model
+
+    def begin(self, generation: Generation) -> Iterator[Event]:
+        """The message without its content."""
+        yield {"type": "message_start", "message": self._message(generation, [], None)}
+
+    def change(self, change: Change) -> Iterator[Event]:
+        """The events of one block."""
+        kind, block, text = change
+        match kind:
+            case "begin":
+                content = _content(block, "", {})
+                yield {"type": "content_block_start", "index": block.index, "content_block": content}
+            case "more":
+                delta = {
+                    "reasoning": {"type": "thinking_delta", "thinking": text},
+                    "content": {"type": "text_delta", "text": text},
+                    "call": {"type": "input_json_delta", "partial_json": text},
+                }[block.kind]
+                yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+            case "end":
+                yield {"type": "content_block_stop", "index": block.index}
+
+    def end(self, generation: Generation, told: ReplyBlocks) -> Iterator[Event]:
+        """Why it ended, and its tokens."""
+        message = self._message(generation, [], told)
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": delta, "usage": message["usage"]}
+        yield {"type": "message_stop"}
+
+    def whole(self, generation: Generation, told: ReplyBlocks) -> Event:
+        """The message."""
+        return self._message(generation, told.blocks, told)
+
+    def _message(self, generation: Generation, blocks: Sequence[Block], told: ReplyBlocks | None) -> Event:
+        reason = generation.finish_reason if told is not None else None
+        stop = reason.matched if isinstance(reason, StopReason) and isinstance(reason.matched, str) else None
+        stop_reason = None
+        if reason is not None and told is not None:
+            why = {"length": "max_tokens", "abort": "refusal"}.get(kind_of(reason), "end_turn")
+            why = "tool_use" if told.has_calls and why == "end_turn" else why
+            stop_reason = "stop_sequence" if stop is not None else why
+        cached = generation.req.cached_tokens
+        return {
+            "id": self._asked.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [_content(block, block.text, _arguments(block)) for block in blocks],
+            "stop_reason": stop_reason,
+            "stop_sequence": stop,
+            "usage": {
+                "input_tokens": generation.req.prompt_len - cached,
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": len(generation.output_ids) if told is not None else 0,
+            },
+        }
+
+
+def _content(block: Block, text: str, arguments: object) -> Event:
+    match block.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "content":
+            return {"type": "text", "text": text}
+        case "call":
+            return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}
+
+
+def _arguments(block: Block) -> object:
+    """The arguments of a call, as far as they came. What is no JSON is wrapped as Anthropic advises its users."""
+    if block.kind != "call":
+        return None
+    try:
+        return pydantic_core.from_json(block.text or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {"INVALID_JSON": block.text}
+
+
+def _text(texts: str | Iterable[TextBlock]) -> str:
+    return texts if isinstance(texts, str) else "\n".join(block.text for block in texts)
+
+
+def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
+    """A turn as messages of a chat, where each answer of a tool is a message of its own."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    for block in message.content:
+        if isinstance(block, ToolResult):
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
+    calls = [
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+        for block in message.content
+        if isinstance(block, ToolUse)
+    ]
+    if texts or thoughts or calls:
+        yield {
+            "role": message.role,
+            "content": "\n".join(texts),
+            **({"reasoning_content": "\n".join(thoughts)} if thoughts else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: MessagesToolChoice) -> object:
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            return {"type": "function", "function": {"name": choice.name}}
+        case _:
+            return choice.type

@@ -1,0 +1,555 @@
+"""`/v1/responses`: OpenAI's newer API, for its clients. A request becomes a chat's body, and is read and run as one.
+
+A response is kept for `previous_response_id` only with --max-stored-responses, in the memory of the router process
+that made it, and for the API key that asked for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
+from router.api.openai_bodies import UNBOUNDED, NoEffect
+from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
+from router.api.reply_blocks import NAMED_EVENTS, Block, Change, Event, ReplyBlocks, respond_in_blocks
+from router.http.body import Body, FailFast, OneOf, Refused
+from router.http.json_bodies import JsonRoute
+from router.http.limits import HttpLimits
+from router.http.responses import StreamForm, error_body, while_connected
+from router.request.finish_reason import AbortReason, LengthReason
+from router.request.generation import Generation, Generator
+from router.request.queue_limit import PlacesOfRequest
+from router.request.sampling import NewTokens
+from router.text.served_model import ModelSlot
+from shared.errors import RequestError
+
+
+class InputText(Body):
+    """A part of a message."""
+
+    type: Annotated[
+        Literal["input_text", "output_text", "reasoning_text", "summary_text"],
+        Field(description="Only text is served."),
+    ]
+    text: Annotated[str, Field(description="Follows the part before it without a gap.")]
+
+
+class Refusal(Body):
+    """A part of an assistant's message."""
+
+    type: Annotated[Literal["refusal"], Field(description="As the assistant said it.")]
+    refusal: Annotated[str, Field(description="Counts as text.")]
+
+
+_Part = Annotated[
+    InputText | Refusal,
+    OneOf(
+        "a part of type input_text, output_text or refusal: only text is served",
+        {
+            **{f"dict[{kind}_text]": InputText for kind in ("input", "output", "reasoning", "summary")},
+            "dict[refusal]": Refusal,
+        },
+    ),
+]
+_Parts = Annotated[
+    str | list[_Part],
+    OneOf(
+        "a string or a list of parts",
+        {"str": str, "list": Annotated[list[_Part], FailFast(), Field(max_length=MAX_PARTS)]},
+    ),
+]
+
+
+class MessageItem(Body):
+    """A message."""
+
+    type: Annotated[Literal["message"], Field(description="May be left out.")] = "message"
+    role: Annotated[Literal["system", "developer", "user", "assistant"], Field(description="The author.")]
+    content: Annotated[_Parts, Field(description="Text, or parts of it.")]
+
+
+class CallItem(Body):
+    """A call that the assistant has made."""
+
+    type: Annotated[Literal["function_call"], Field(description="Only functions are served.")]
+    call_id: Annotated[str, Field(max_length=256, description="Named by the tool's answer.")]
+    name: FunctionName
+    arguments: Annotated[str, Field(description="JSON in a string.")]
+
+
+class CallOutputItem(Body):
+    """A tool's answer."""
+
+    type: Annotated[Literal["function_call_output"], Field(description="Only functions are served.")]
+    call_id: Annotated[str, Field(max_length=256, description="The call that it answers.")]
+    output: Annotated[_Parts, Field(description="What the tool has said.")]
+
+
+class ReasoningItem(Body):
+    """What the model has reasoned."""
+
+    type: Annotated[Literal["reasoning"], Field(description="Of an earlier answer.")]
+    content: Annotated[_Parts, Field(description="All of it.")] = ""
+    summary: Annotated[_Parts, Field(description="Used where there is no content.")] = ""
+
+
+_Item = Annotated[
+    MessageItem | CallItem | CallOutputItem | ReasoningItem,
+    OneOf(
+        "an item of type message, function_call, function_call_output or reasoning",
+        {
+            "dict[None]": MessageItem,
+            "dict[message]": MessageItem,
+            "dict[function_call]": CallItem,
+            "dict[function_call_output]": CallOutputItem,
+            "dict[reasoning]": ReasoningItem,
+        },
+    ),
+]
+
+
+class ResponsesTool(Body):
+    """A function that the model may call."""
+
+    type: Annotated[Literal["function"], Field(description="Built-in tools are not served.")]
+    name: FunctionName
+    description: Annotated[str | None, Field(description="For the chat template.")] = None
+    parameters: Annotated[dict[str, Any] | None, Field(description="The JSON schema of its arguments.")] = (
+        None
+    )
+    strict: Annotated[bool, Field(description="A call keeps to the schema.")] = False
+
+
+class NamedFunction(Body):
+    """The tool to call."""
+
+    type: Annotated[Literal["function"], Field(description="Only functions are served.")]
+    name: FunctionName
+
+
+class AllowedFunctions(Body):
+    """A choice among some of the tools."""
+
+    type: Annotated[Literal["allowed_tools"], Field(description="As OpenAI names it.")]
+    mode: Annotated[Literal["auto", "required"], Field(description="As for `tool_choice`.")] = "auto"
+    tools: Annotated[
+        list[NamedFunction], FailFast(), Field(min_length=1, max_length=MAX_TOOLS, description="Which ones.")
+    ]
+
+
+class Reasoning(Body):
+    """How much the model reasons."""
+
+    effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        Field(description="As a chat's `reasoning_effort`."),
+    ] = None
+    summary: NoEffect = None
+    generate_summary: NoEffect = None
+
+
+class TextFormat(Body):
+    """Asks for JSON."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        Field(description="Anything, some JSON object, or what `schema` describes."),
+    ]
+    name: NoEffect = None
+    description: NoEffect = None
+    strict: NoEffect = None
+    json_schema: Annotated[Any, Field(alias="schema", description="Where `type` is json_schema.")] = None
+
+
+class TextOptions(Body):
+    """About the text of the answer."""
+
+    format: Annotated[TextFormat | None, Field(description="Any text by default.")] = None
+    verbosity: Annotated[Any, Refused(("medium",))] = None
+
+
+class ResponsesBody(Body):
+    """A conversation, to be continued by the assistant."""
+
+    model: Annotated[str | None, Field(max_length=1024, description="The served one.")] = None
+    input: Annotated[
+        str | list[_Item],
+        OneOf(
+            "a string or a list of items",
+            {"str": str, "list": Annotated[list[_Item], FailFast(), Field(max_length=MAX_MESSAGES)]},
+        ),
+        Field(description="What the user says, or the conversation."),
+    ]
+    instructions: Annotated[str | None, Field(description="A system message before the conversation.")] = None
+    tools: Annotated[
+        list[ResponsesTool] | None, FailFast(), Field(max_length=MAX_TOOLS, description="May be called.")
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
+        OneOf(
+            "none, auto, required, {'type': 'function', 'name': ...} or {'type': 'allowed_tools', 'tools': [...]}",
+            {
+                "str": Literal["none", "auto", "required"],
+                "dict": NamedFunction,
+                "dict[allowed_tools]": AllowedFunctions,
+            },
+        ),
+        Field(description="As a chat's."),
+    ] = None
+    parallel_tool_calls: Annotated[bool, Field(description="As a chat's.")] = True
+    max_output_tokens: Annotated[NewTokens | None, UNBOUNDED, Field(description="Longest answer.")] = None
+    temperature: Annotated[float | None, Field(ge=0, le=1e6, description="As in a chat.")] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1, description="As in a chat.")] = None
+    reasoning: Annotated[Reasoning | None, Field(description="How much the model reasons.")] = None
+    text: Annotated[TextOptions | None, Field(description="Asks for JSON.")] = None
+    stream: Annotated[bool, Field(description="Send events.")] = False
+    store: Annotated[bool, Field(description="Keep it, if the server keeps any.")] = True
+    previous_response_id: Annotated[
+        str | None, Field(max_length=256, description="The kept response that this one continues.")
+    ] = None
+    metadata: Annotated[dict[str, Any] | None, Field(description="Is in the answer as it came.")] = None
+    truncation: Annotated[Any, Refused(("disabled",), why="not supported: a prompt is never cut")] = None
+    include: Annotated[
+        Any, Refused(([], ["reasoning.encrypted_content"]), why="not supported but for encrypted reasoning")
+    ] = None
+    background: Annotated[Any, Refused((False,))] = None
+    conversation: Annotated[Any, Refused(why="not supported: use previous_response_id")] = None
+    prompt: Annotated[Any, Refused(why="not supported: send the prompt itself")] = None
+    max_tool_calls: NoEffect = None
+    user: NoEffect = None
+    top_logprobs: Annotated[Any, Refused((0,))] = None
+
+    def chat(self, earlier: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """As the body of a chat that begins with `earlier` messages."""
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        asked = self.text.format if self.text else None
+        return {
+            "model": self.model,
+            "messages": [*system, *_join([*earlier, *self.messages()])],
+            "tools": [_chat_tool(tool) for tool in self.tools or ()],
+            "tool_choice": _chat_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": None
+            if asked is None
+            else {"type": asked.type, "json_schema": {"schema": asked.json_schema}}
+            if asked.type == "json_schema"
+            else {"type": asked.type},
+            "stream": self.stream,
+        }
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as messages of a chat, an item each."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return [_chat_message(item) for item in self.input]
+
+
+def _chat_message(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> dict[str, Any]:
+    match item:
+        case MessageItem():
+            return {"role": item.role, "content": _text(item.content)}
+        case CallItem():
+            return _call_message(item.call_id, item.name, item.arguments)
+        case CallOutputItem():
+            return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        case ReasoningItem():
+            return {"role": "assistant", "reasoning_content": _text(item.content) or _text(item.summary)}
+
+
+def _call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _join(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One message for what the assistant has reasoned, said and called in a row."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        before = joined[-1] if joined else {}
+        follows = before.get("role") == message["role"] == "assistant"
+        if follows and "tool_calls" in message:
+            joined[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), *message["tool_calls"]]}
+        elif follows and before.keys() == {"role", "reasoning_content"}:
+            joined[-1] = {**before, **message}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _text(parts: str | Sequence[InputText | Refusal]) -> str:
+    if isinstance(parts, str):
+        return parts
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in parts)
+
+
+def _chat_tool(tool: ResponsesTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"})}
+
+
+def _chat_choice(choice: object) -> object:
+    def named(function: NamedFunction) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": function.name}}
+
+    match choice:
+        case NamedFunction():
+            return named(choice)
+        case AllowedFunctions():
+            allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case _:
+            return choice
+
+
+# ----------------------------------------------------------------------------------------------- the store
+@dataclass(frozen=True)
+class StoredResponse:
+    """A conversation with its last answer."""
+
+    owner: bytes
+    messages: Sequence[dict[str, Any]]
+    nbytes: int
+
+
+class ResponseStore:
+    """The responses that may be continued, up to a number and a size; those used last."""
+
+    MAX_NBYTES = 256 << 20
+
+    def __init__(self, max_responses: int) -> None:
+        self.max_responses = max_responses
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._nbytes = 0
+
+    def put(self, response_id: str, owner: bytes, messages: Sequence[dict[str, Any]]) -> None:
+        """Keep a response, and forget what has no place any more."""
+        nbytes = 4 * sum(len(str(message)) for message in messages)
+        self._kept[response_id] = StoredResponse(owner, messages, nbytes)
+        self._nbytes += nbytes
+        while len(self._kept) > self.max_responses or self._nbytes > self.MAX_NBYTES:
+            _, forgotten = self._kept.popitem(last=False)
+            self._nbytes -= forgotten.nbytes
+
+    def messages(self, response_id: str, owner: bytes) -> Sequence[dict[str, Any]]:
+        """The conversation with this response. Raises RequestError where the owner has none of this id."""
+        if not self.max_responses:
+            why = "previous_response_id: this server keeps no responses (--max-stored-responses)"
+            raise RequestError(why, param="previous_response_id")
+        found = self._kept.get(response_id)
+        if found is None or found.owner != owner:
+            raise RequestError(
+                f"previous_response_id: there is no response {response_id!r}, or it is kept no more",
+                status=404,
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        self._kept.move_to_end(response_id)
+        return found.messages
+
+
+# ---------------------------------------------------------------------------------------------- the route
+def responses_routes(
+    generator: Generator, model: ModelSlot, limits: HttpLimits, max_stored_responses: int
+) -> APIRouter:
+    """The route, behind a QueueGate."""
+    router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+    store = ResponseStore(max_stored_responses)
+
+    @router.post("/responses", response_model=None, responses=NAMED_EVENTS)
+    async def responses(request: Request, body: ResponsesBody, places: PlacesOfRequest) -> Response:
+        """Answer a conversation, as OpenAI's Responses API does."""
+        previous, owner = body.previous_response_id, places.cache_owner
+        earlier = store.messages(previous, owner) if previous is not None else ()
+        with generator.claim() as claim:
+            reading = read_chat(
+                chat_body(body.chat(earlier)),
+                model.get(),
+                limits,
+                request.headers,
+                places,
+                claim,
+                prefix="resp_",
+            )
+            asked = await while_connected(request.receive, reading)
+            keeps = body.store and store.max_responses > 0
+
+            def keep(told: ReplyBlocks) -> None:
+                if keeps:
+                    answer = [_message_of(block) for block in told.blocks]
+                    store.put(asked.id, owner, [*earlier, *body.messages(), *answer])
+
+            echo = {**_echo(body), "store": keeps}
+            shape = ResponsesShape(asked, model.get().name, echo, keep)
+            return await respond_in_blocks(
+                request, generator, asked, shape, model.get().tokenizer, places, claim
+            )
+
+    return router
+
+
+def _message_of(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case "reasoning":
+            return {"role": "assistant", "reasoning_content": block.text}
+        case "content":
+            return {"role": "assistant", "content": block.text}
+        case "call":
+            return _call_message(f"call_{block.id}", block.name, block.text)
+
+
+def _echo(body: ResponsesBody) -> dict[str, Any]:
+    """What of a request its response repeats."""
+    asked = body.model_dump(by_alias=True, exclude_unset=True)
+    return {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "tool_choice": asked.get("tool_choice", "auto"),
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "max_output_tokens": body.max_output_tokens,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "text": {"format": {"type": "text"}, **asked.get("text", {})},
+        "truncation": "disabled",
+        "background": False,
+    }
+
+
+class ResponsesShape:
+    """An answer in the words of the Responses API. Events are numbered. `keep(told)` is called at the end."""
+
+    def __init__(
+        self, asked: OpenAIRequest, model: str, echo: Mapping[str, Any], keep: Callable[[ReplyBlocks], None]
+    ) -> None:
+        self.form = StreamForm(names_events=True, error=self._error)
+        self._head = {"id": asked.id, "object": "response", "created_at": int(time.time()), "model": model}
+        self._echo = echo
+        self._keep = keep
+        self._numbers = itertools.count()
+
+    def begin(self, generation: Generation) -> Iterator[Event]:
+        """The response without its output."""
+        response = {**self._response("in_progress", []), "usage": None}
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def change(self, change: Change) -> Iterator[Event]:
+        """The events of one block: those of its item, and within that of its one part."""
+        kind, block, text = change
+        prefix, part = _WORDS[block.kind]
+        place = {"item_id": _item_id(block), "output_index": block.index}
+        where = place if block.kind == "call" else {**place, "content_index": 0}
+        match kind:
+            case "begin":
+                item = _item(block, "in_progress", is_empty=True)
+                yield self._event("response.output_item.added", output_index=block.index, item=item)
+                if block.kind != "call":
+                    yield self._event("response.content_part.added", **where, part=_part(block, ""))
+            case "more":
+                yield self._event(f"{prefix}.delta", **where, delta=text, **_own(block))
+            case "end":
+                yield self._event(f"{prefix}.done", **where, **{part: block.text}, **_own(block))
+                if block.kind != "call":
+                    yield self._event("response.content_part.done", **where, part=_part(block, block.text))
+                item = _item(block, "completed")
+                yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def end(self, generation: Generation, told: ReplyBlocks) -> Iterator[Event]:
+        """The response with all that it has."""
+        response = self.whole(generation, told)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def whole(self, generation: Generation, told: ReplyBlocks) -> Event:
+        """The response."""
+        self._keep(told)
+        reason, status = generation.finish_reason, "completed"
+        more: dict[str, Any] = {}
+        if isinstance(reason, LengthReason):
+            status, more = "incomplete", {"incomplete_details": {"reason": "max_output_tokens"}}
+        elif isinstance(reason, AbortReason):
+            status, more = "failed", {"error": {"code": "server_error", "message": reason.message}}
+        num_input, num_output = generation.req.prompt_len, len(generation.output_ids)
+        items = [_item(block, "completed") for block in told.blocks]
+        if status == "incomplete":
+            items[-1] = _item(told.blocks[-1], "incomplete")
+        usage = {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": generation.req.cached_tokens},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": told.num_reasoning_tokens},
+            "total_tokens": num_input + num_output,
+        }
+        return {**self._response(status, items), **more, "usage": usage}
+
+    def _response(self, status: str, output: list[Event]) -> Event:
+        unknown = {"error": None, "incomplete_details": None}
+        return {**self._head, "status": status, **unknown, **self._echo, "output": output}
+
+    def _event(self, kind: str, **fields: object) -> Event:
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+    def _error(self, error: RequestError) -> Event:
+        told = error_body(error).error
+        return self._event("error", code=told.code or told.type, message=told.message, param=told.param)
+
+
+_WORDS = {
+    "reasoning": ("response.reasoning_text", "text"),
+    "content": ("response.output_text", "text"),
+    "call": ("response.function_call_arguments", "arguments"),
+}
+"""Of each kind of block: its events, and the field of its text."""
+
+
+def _item_id(block: Block) -> str:
+    return {"reasoning": "rs_", "content": "msg_", "call": "fc_"}[block.kind] + block.id
+
+
+def _item(block: Block, status: str, *, is_empty: bool = False) -> Event:
+    head = {"id": _item_id(block), "status": status}
+    text = "" if is_empty else block.text
+    parts = [] if is_empty else [_part(block, text)]
+    match block.kind:
+        case "reasoning":
+            return {**head, "type": "reasoning", "summary": [], "content": parts}
+        case "content":
+            return {**head, "type": "message", "role": "assistant", "content": parts}
+        case "call":
+            call_id = f"call_{block.id}"
+            return {
+                **head,
+                "type": "function_call",
+                "call_id": call_id,
+                "name": block.name,
+                "arguments": text,
+            }
+
+
+def _own(block: Block) -> Event:
+    """What the events of one kind of block have besides."""
+    match block.kind:
+        case "reasoning":
+            return {}
+        case "content":
+            return {"logprobs": []}
+        case "call":
+            return {"name": block.name}
+
+
+def _part(block: Block, text: str) -> Event:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

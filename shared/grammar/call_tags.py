@@ -1,0 +1,80 @@
+"""The grammar of an answer that calls tools in the syntax of its model: XGrammar's structural tags for its family.
+
+Only `xgrammar_backend` imports this file.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import xgrammar
+from xgrammar.structural_tag import (
+    AnyTextFormat,
+    Format,
+    JSONSchemaFormat,
+    OptionalFormat,
+    RegexFormat,
+    SequenceFormat,
+    TagFormat,
+)
+
+from shared.errors import RequestError
+from shared.grammar.nesting import check_nesting
+from shared.grammar.schema_keywords import check_keywords
+from shared.protocol.sampling_params import CallGrammar, Grammar
+
+THINK = ("<think>", "</think>")
+_BEHIND_REASONING = r"[ \n]{0,4}"
+
+
+def written_by(family: str) -> str:
+    """What the models of a family write around a call, in a text of any form."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tag = xgrammar.get_model_structural_tag(family, [tool], "required", "disabled") if family else ""
+    return f"{THINK}{tag}"
+
+
+def structural_tag(calls: CallGrammar, max_whitespace: int) -> xgrammar.StructuralTag:
+    """The tag of an answer that calls tools. Raises RequestError for a schema that cannot be enforced."""
+    tail = _json(calls, max_whitespace) if calls.schema is not None else _tags(calls, max_whitespace)
+    if not calls.reasoning:
+        return xgrammar.StructuralTag(format=tail)
+    begin = THINK[0] if calls.reasoning == "free" else ""
+    thought = TagFormat(begin=begin, content=AnyTextFormat(excludes=[*THINK]), end=THINK[1])
+    prefix: Format = SequenceFormat(elements=[thought, RegexFormat(pattern=_BEHIND_REASONING)])
+    if calls.reasoning == "free":
+        prefix = OptionalFormat(content=prefix)
+    return xgrammar.StructuralTag(format=SequenceFormat(elements=[prefix, tail]))
+
+
+def _json(calls: CallGrammar, max_whitespace: int) -> Format:
+    schema = json.loads(_checked(calls.schema, "calls"))
+    return JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=max_whitespace)
+
+
+def _tags(calls: CallGrammar, max_whitespace: int) -> Format:
+    tools: list[Any] = []
+    for tool in calls.tools:
+        function = tool["function"]
+        what = f"calls: the parameters of {function['name']!r}"
+        checked = json.loads(_checked(function["parameters"], what))
+        tools.append({"type": "function", "function": {**function, "parameters": checked}})
+    return xgrammar.get_model_structural_tag(
+        calls.family,
+        tools,
+        calls.choice,
+        "disabled",
+        max_whitespace_cnt=max_whitespace,
+        parallel_tool_calls=calls.parallel,
+    ).format
+
+
+def _checked(schema: object, what: str) -> str:
+    text = msgspec.json.encode(schema).decode()
+    try:
+        check_nesting(Grammar("json_schema", text))
+        return check_keywords(text)
+    except RequestError as error:
+        raise RequestError(f"{what}: {error.message.removeprefix('json_schema: ')}", param="calls") from None

@@ -1,0 +1,143 @@
+"""Grammars of answers that call tools, in the syntax of each family, and what the router reads of such answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tokenizers
+
+from router.text.reply_parser import ReplyRegions, reply_formats
+from shared.errors import RequestError
+from shared.grammar.xgrammar_backend import XGrammarBackend, XGrammarMatcher
+from shared.protocol.sampling_params import CallGrammar, Grammar
+
+FAMILIES = {name: form.grammar for name, form in reply_formats().items() if form.grammar}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Rome", "Zürich {}"]}, "n": {"type": "integer"}},
+    "required": ["city", "n"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"function": {"name": name, "parameters": SCHEMA, "strict": True}} for name in ("get", "set")
+]
+EOS = 0
+SPECIAL = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> XGrammarBackend:
+    """Of a tokenizer whose tokens are bytes, and some special tokens."""
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<eos>": EOS, **{letter: at for at, letter in enumerate(alphabet, 1)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", *SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return XGrammarBackend.load(folder, tokenizer.get_vocab_size(), (EOS,))
+
+
+def matcher(backend: XGrammarBackend, calls: CallGrammar) -> XGrammarMatcher:
+    return backend.compile(Grammar("calls", msgspec.json.encode(calls).decode())).new_matcher()
+
+
+def say(matcher: XGrammarMatcher, backend: XGrammarBackend, text: str) -> bool:
+    """Whether the text may come, byte by byte and with its special tokens."""
+    return all(matcher.accept(token_id) for token_id in backend._encode(text))
+
+
+def write(matcher: XGrammarMatcher, backend: XGrammarBackend, seed: int) -> str:
+    """A text that the grammar allows, which ends as soon as it may."""
+    draw, size = random.Random(seed), len(backend._pieces)
+    mask_1W = np.zeros((1, -(-size // 32)), dtype=np.int32)
+    said = b""
+    for _ in range(600):
+        matcher.fill_mask(mask_1W, 0)
+        allowed = np.flatnonzero(np.unpackbits(mask_1W.view(np.uint8), bitorder="little")[:size]).tolist()
+        token_id = EOS if EOS in allowed else draw.choice(allowed)
+        assert matcher.accept(token_id)
+        if token_id == EOS:
+            return said.decode()
+        special = {at: text.encode() for at, text in backend._special_texts.items()}
+        said += special.get(token_id) or backend._pieces[token_id]
+    raise AssertionError(f"no end: {said!r}")
+
+
+def read(family: str, text: str) -> list[tuple[str, dict[str, Any]]]:
+    form = reply_formats()[family]
+    regions = ReplyRegions(call_format=form, reasons=False, in_reasoning=False, tools=TOOLS)
+    said, calls = regions.reader().feed([text], ""), list[list[str]]()
+    for call in said.calls:
+        if call.name is not None:
+            calls.append([call.name, ""])
+        calls[-1][1] += call.arguments
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_grammar_writes_is_read_as_one_call(backend: XGrammarBackend, family: str) -> None:
+    calls = CallGrammar(family=FAMILIES[family], tools=TOOLS, parallel=False)
+    for seed in range(12):
+        text = write(matcher(backend, calls), backend, seed)
+        ((name, arguments),) = read(family, text)
+        assert name in ("get", "set")
+        assert arguments.keys() == {"city", "n"}
+        # In tags a grammar allows space around a value, which belongs to it.
+        assert arguments["city"].strip() in ("Rome", "Zürich {}") and isinstance(arguments["n"], int)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "text", "allowed"),
+    [
+        ("", '<tool_call>\n{"name": "get", "arguments": {"city": "Rome", "n": 1}}\n</tool_call>', True),
+        ("", "<think>", False),
+        ("", "I look", False),
+        ("open", 'hm, {<</think>\n\n<tool_call>\n{"name": "get"', True),
+        ("open", "<tool_call>", True),
+        ("free", "<think>hm</think>\n\n<tool_call>\n", True),
+        ("free", '<tool_call>\n{"name": "set"', True),
+        ("free", "hm", False),
+    ],
+)
+def test_reasoning_comes_first_and_is_free(
+    backend: XGrammarBackend, reasoning: Any, text: str, allowed: bool
+) -> None:
+    calls = CallGrammar(family="qwen_3", tools=TOOLS, reasoning=reasoning)
+    assert say(matcher(backend, calls), backend, text) == allowed
+
+
+def test_a_model_of_no_family_reasons_and_writes_json(backend: XGrammarBackend) -> None:
+    calls = CallGrammar(schema=SCHEMA, reasoning="free")
+    assert say(matcher(backend, calls), backend, '<think>hm</think>\n{"city": "Rome", "n": 1}')
+    assert say(matcher(backend, calls), backend, '{"city": "Rome", "n": 1}')
+    assert not say(matcher(backend, calls), backend, '<think>hm</think>\n{"city": "Bonn"')
+
+
+def test_with_auto_text_is_free_and_a_strict_call_keeps_to_its_schema(backend: XGrammarBackend) -> None:
+    calls = CallGrammar(family="qwen_3", tools=TOOLS, choice="auto")
+    assert say(matcher(backend, calls), backend, "It is warm.")
+    assert not say(
+        matcher(backend, calls), backend, 'So: <tool_call>\n{"name": "get", "arguments": {"city": "B'
+    )
+    loose = [{"function": {**tool["function"], "strict": False}} for tool in TOOLS]
+    calls = CallGrammar(family="qwen_3", tools=loose, choice="auto")
+    assert say(matcher(backend, calls), backend, 'So: <tool_call>\n{"name": "get", "arguments": {"city": "B')
+    assert not say(matcher(backend, calls), backend, 'So: <tool_call>\n{"name": "put')
+
+
+def test_a_schema_that_cannot_be_enforced_is_named(backend: XGrammarBackend) -> None:
+    tools = [{"function": {"name": "get", "parameters": {"type": "object", "not": {}}, "strict": True}}]
+    with pytest.raises(RequestError) as refused:
+        matcher(backend, CallGrammar(family="qwen_3", tools=tools))
+    assert (
+        refused.value.param == "calls"
+        and "'get'" in refused.value.message
+        and "'not'" in refused.value.message
+    )

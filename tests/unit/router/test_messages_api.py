@@ -1,0 +1,173 @@
+"""`/v1/messages`, as Anthropic's clients use it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.http.config import HttpOptions
+from shared.protocol.messages import Decode, NodeLimits
+from tests.patience import eventually
+from tests.unit.router.fakes import FakeNode, joined_router, pair, write_model
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, TEMPLATE, tells
+from tests.unit.router.test_responses_api import prompt_of
+
+TOOLS: Any = [{"name": "weather", "input_schema": CITY, "cache_control": {"type": "ephemeral"}}]
+ASKED: Any = {"max_tokens": 200, "messages": [{"role": "user", "content": "Warm?"}]}
+Use = Callable[[httpx.AsyncClient, FakeNode], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
+
+
+def with_server(folder: Path, text: str, use: Use, finish: str = "stop") -> None:
+    async def run() -> None:
+        first, rest = tells(text, finish)
+        async with pair(prefill=first, decode=rest) as nodes:
+            for node in nodes:
+                node.limits = NodeLimits(
+                    context_length=1024, max_total_num_tokens=1024, max_running_requests=8
+                )
+            options = HttpOptions(port=0, served_model_name="tiny", api_keys=("red",))
+            async with joined_router(folder, list(nodes), http=options, wait=False) as (_, http):
+                http.headers["x-api-key"] = "red"
+
+                async def is_up() -> bool:
+                    return (await http.get("/health")).status_code == 200
+
+                await eventually(is_up)
+                await use(http, nodes[1])
+
+    asyncio.run(run())
+
+
+def test_an_answer_with_thinking_text_and_a_call(hermes: Path) -> None:
+    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+        system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+        answer = (await http.post("/v1/messages", json={**ASKED, "tools": TOOLS, "system": system})).json()
+        assert prompt_of(decode).endswith("<system>Be brief.<user>Warm?<assistant>")
+        thinking, text, call = answer["content"]
+        assert thinking == {"type": "thinking", "thinking": "hm", "signature": ""}
+        assert text == {"type": "text", "text": "I look."}
+        assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", json.loads(ARGUMENTS))
+        assert (answer["type"], answer["role"], answer["stop_reason"]) == ("message", "assistant", "tool_use")
+        used = answer["usage"]
+        assert used["input_tokens"] + used["cache_read_input_tokens"] == len(
+            decode.all(Decode)[-1].work.input_ids
+        )
+        assert used["output_tokens"] > 10
+
+    with_server(hermes, AUTO, use)
+
+
+def test_a_stream(hermes: Path) -> None:
+    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+        body = (await http.post("/v1/messages", json={**ASKED, "tools": TOOLS, "stream": True})).text
+        events = []
+        for event in body.strip().split("\n\n"):
+            name, data = event.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        kinds = [event["type"] for event in events]
+        assert [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]] == [
+            "message_start",
+            *("content_block_start", "content_block_delta", "content_block_stop") * 3,
+            "message_delta",
+            "message_stop",
+        ]
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("thinking", "") for delta in deltas) == "hm"
+        assert "".join(delta.get("text", "") for delta in deltas) == "I look."
+        assert "".join(delta.get("partial_json", "") for delta in deltas) == ARGUMENTS
+        assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-2]["usage"]["output_tokens"] > 10
+
+    with_server(hermes, AUTO, use)
+
+
+def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Warm?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "a", "name": "weather", "input": json.loads(ARGUMENTS)},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "21"}]},
+                {"type": "text", "text": "Well?"},
+            ],
+        },
+    ]
+
+    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+        asked = {**ASKED, "messages": messages, "stop_sequences": ["n"], "thinking": {"type": "disabled"}}
+        answer = (await http.post("/v1/messages", json=asked)).json()
+        prompt = f"<user>Warm?<assistant>I look.(weather {ARGUMENTS})<tool>21<user>Well?<assistant>"
+        assert prompt_of(decode) == prompt
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "n")
+        assert answer["content"] == [{"type": "text", "text": "fi"}]
+        counted = await http.post("/v1/messages/count_tokens", json={"messages": messages})
+        assert counted.json() == {"input_tokens": len(decode.all(Decode)[-1].work.input_ids)}
+
+    with_server(hermes, "fine", use)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('{"city": "Zü', {"city": "Zü"}), ('{"city" 1', {"INVALID_JSON": '{"city" 1'})],
+)
+def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict[str, Any]) -> None:
+    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+        asked = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
+        answer = (await http.post("/v1/messages", json=asked)).json()
+        assert answer["stop_reason"] == "max_tokens"
+        assert answer["content"][0]["input"] == arguments
+
+    with_server(write_model(tmp_path / "plain", chat_template=TEMPLATE), text, use, "length")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind", "named"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"model": "other"}, 404, "not_found_error", "other"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content[0]",
+        ),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            400,
+            "invalid_request_error",
+            "tools[0].type",
+        ),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "tool_choice"),
+    ],
+)
+def test_errors_have_their_own_form(
+    hermes: Path, fields: dict[str, Any], status: int, kind: str, named: str
+) -> None:
+    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+        refused = await http.post("/v1/messages", json={**ASKED, **fields})
+        told = refused.json()
+        assert (refused.status_code, told["type"], told["error"]["type"]) == (status, "error", kind)
+        assert named in told["error"]["message"]
+        unknown = await http.post("/v1/messages", json=ASKED, headers={"x-api-key": "blue"})
+        assert unknown.status_code == 401 and unknown.json()["error"]["type"] == "authentication_error"
+
+    with_server(hermes, "fine", use)

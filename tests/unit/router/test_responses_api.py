@@ -1,0 +1,170 @@
+"""`/v1/responses`, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from router.http.config import HttpOptions
+from shared.protocol.messages import Decode, NodeLimits
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, pair, write_model
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, tells, with_client
+
+TOOLS: Any = [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}]
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
+
+
+def prompt_of(decode: FakeNode) -> str:
+    return byte_level_tokenizer().decode(list(decode.all(Decode)[-1].work.input_ids))
+
+
+def test_an_answer_with_reasoning_text_and_a_call(hermes: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        answer = await client.responses.create(
+            model="tiny", input="Warm?", tools=TOOLS, instructions="Be brief."
+        )
+        assert prompt_of(decode).endswith("<system>Be brief.<user>Warm?<assistant>")
+        reasoning, message, call = answer.output
+        assert reasoning.type == "reasoning" and reasoning.content and reasoning.content[0].text == "hm"
+        assert message.type == "message" and answer.output_text == "I look."
+        assert call.type == "function_call" and (call.name, call.arguments) == ("weather", ARGUMENTS)
+        assert answer.status == "completed" and answer.usage is not None
+        assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+
+    with_client(hermes, AUTO, use)
+
+
+def test_a_stream_has_the_events_that_its_client_checks(hermes: Path) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        stream = await client.responses.create(model="tiny", input="Warm?", tools=TOOLS, stream=True)
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        kinds = [event.type for event in events]
+        told = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]]
+
+        def item(words: str) -> list[str]:
+            part = [] if words == "function_call_arguments" else ["response.content_part.added"]
+            ends = [] if words == "function_call_arguments" else ["response.content_part.done"]
+            own = [f"response.{words}.delta", f"response.{words}.done"]
+            return ["response.output_item.added", *part, *own, *ends, "response.output_item.done"]
+
+        assert told == [
+            "response.created",
+            "response.in_progress",
+            *item("reasoning_text"),
+            *item("output_text"),
+            *item("function_call_arguments"),
+            "response.completed",
+        ]
+        pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(pieces) == ARGUMENTS and len(pieces) > 5
+        async with client.responses.stream(model="tiny", input="Warm?", tools=TOOLS) as helper:
+            answer = await helper.get_final_response()
+        assert answer.output_text == "I look." and answer.output[-1].type == "function_call"
+
+    with_client(hermes, AUTO, use)
+
+
+def test_the_items_of_a_conversation_reach_the_template(hermes: Path) -> None:
+    items: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Warm?"}]},
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": ARGUMENTS},
+        {"type": "function_call", "call_id": "b", "name": "now", "arguments": ""},
+        {"type": "function_call_output", "call_id": "a", "output": "21"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "noon"}]},
+    ]
+
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        await client.responses.create(model="tiny", input=items, max_output_tokens=9, temperature=0.5)
+        past = f"<assistant>(weather {ARGUMENTS})(now {{}})<tool>21<tool>noon"
+        assert prompt_of(decode) == f"<system>Be brief.<user>Warm?{past}<assistant>"
+        params = decode.all(Decode)[-1].work.params
+        assert (params.max_new_tokens, params.temperature) == (9, 0.5)
+
+    with_client(hermes, "fine", use)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_how_it_ends(hermes: Path, finish: str) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        answer = await client.responses.create(model="tiny", input="Warm?")
+        assert answer.status == {"stop": "completed", "length": "incomplete"}[finish]
+        assert answer.output_text == "fine"
+        why = answer.incomplete_details and answer.incomplete_details.reason
+        assert why == (None if finish == "stop" else "max_output_tokens")
+
+    with_client(hermes, "fine", use, finish)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"background": True}, "background"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"previous_response_id": "resp_1"}, "--max-stored-responses"),
+        ({"text": {"format": {"type": "json_schema"}}}, "schema"),
+        ({"top_p": 9.0}, "top_p"),
+    ],
+)
+def test_what_is_not_served_is_named(hermes: Path, fields: dict[str, Any], named: str) -> None:
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.post("/responses", body={"input": "Warm?", **fields}, cast_to=httpx.Response)
+        assert named in refused.value.message
+
+    with_client(hermes, "fine", use)
+
+
+def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
+    async def run() -> None:
+        first, rest = tells("fine")
+        keys = ("red", "blue")
+        options = HttpOptions(port=0, served_model_name="tiny", max_stored_responses=2, api_keys=keys)
+        async with pair(prefill=first, decode=rest) as nodes:
+            for node in nodes:
+                node.limits = NodeLimits(
+                    context_length=1024, max_total_num_tokens=1024, max_running_requests=8
+                )
+            async with joined_router(hermes, list(nodes), http=options, wait=False) as (_, http):
+
+                async def ask(text: str, key: str = "red", **fields: object) -> httpx.Response:
+                    headers = {"Authorization": f"Bearer {key}"}
+                    return await http.post("/v1/responses", json={"input": text, **fields}, headers=headers)
+
+                asked = await ask("a")
+                for _ in range(200):
+                    if asked.status_code == 200:
+                        break
+                    await asyncio.sleep(0.05)
+                    asked = await ask("a")
+                kept = asked.json()
+                assert kept["store"] is True
+                again = (await ask("b", previous_response_id=kept["id"], instructions="Be brief.")).json()
+                assert prompt_of(nodes[1]) == "<system>Be brief.<user>a<assistant>fine<user>b<assistant>"
+                assert again["previous_response_id"] == kept["id"]
+                assert (await ask("c", "blue", previous_response_id=kept["id"])).status_code == 404
+                unkept = (await ask("d", store=False)).json()
+                assert (await ask("e", previous_response_id=unkept["id"])).status_code == 404
+                await ask("f", previous_response_id=again["id"])  # a third one
+                assert (await ask("g", previous_response_id=kept["id"])).status_code == 404
+
+    asyncio.run(run())
