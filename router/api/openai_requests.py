@@ -144,7 +144,7 @@ async def read_chat(
     if calls is not None:
         params = msgspec.structs.replace(params, grammar=calls.grammar_behind(reasoning).grammar)
     reads = _reads(body, model, calls, reasoning)
-    if isinstance(reads, ReplyRegions) and reads.call_format and model.writes_calls_with_special_tokens:
+    if reads is not None and model.writes_special_tokens:
         options = replace(options, skip_special_tokens=False)
     prompt = Prompt(
         rid=rids[0],
@@ -270,7 +270,7 @@ def _wanted_calls(body: ChatBody, model: ServedModel) -> ForcedCall | EnforcedCa
             raise RequestError(why, param="tool_choice")
     allowed = {one.function.name for one in named} or places.keys()
     is_named = isinstance(choice, NamedTool)
-    family = model.call_format.grammar if model.call_format is not None else ""
+    family = model.form.grammar if model.form is not None else ""
     if family:
         wanted = []
         for name, at in places.items():
@@ -310,19 +310,22 @@ def _mode_and_named(
 
 def _reasoning(model: ServedModel, prompt: str) -> Reasoning:
     """What the answer behind this prompt may begin with."""
-    if not model.reasons or prompt.rstrip().endswith(THINK[1]):
+    begin, end = model.form.think if model.form is not None else THINK
+    if not model.reasons or prompt.rstrip().endswith(end):
         return ""
-    return "open" if prompt.rstrip().endswith(THINK[0]) else "free"
+    return "open" if prompt.rstrip().endswith(begin.rstrip()) else "free"
 
 
 def _reads(
     body: ChatBody, model: ServedModel, calls: ForcedCall | EnforcedCalls | None, reasoning: Reasoning
 ) -> ReplyRegions | ForcedCall | None:
     """What is read of answers; None: nothing."""
-    call_format = model.call_format if body.tools and body.tool_choice != "none" else None
+    form = model.form
+    has_calls = form is not None and bool(body.tools) and body.tool_choice != "none"
     reasons = model.reasons and body.separate_reasoning
     regions = ReplyRegions(
-        call_format=call_format,
+        form=form,
+        has_calls=has_calls,
         reasons=reasons,
         in_reasoning=reasoning == "open",
         tools=[{"function": tool.function.sent} for tool in body.tools or ()],
@@ -330,8 +333,8 @@ def _reads(
         is_named=isinstance(calls, EnforcedCalls) and calls.is_named,
     )
     if isinstance(calls, ForcedCall):
-        return replace(calls, before=replace(regions, call_format=None, reasons=True) if reasoning else None)
-    return regions if call_format is not None or reasons else None
+        return replace(calls, before=replace(regions, has_calls=False, reasons=True) if reasoning else None)
+    return regions if has_calls or reasons or (form is not None and form.is_framed) else None
 
 
 def unknown_model(name: str, model: ServedModel) -> RequestError:

@@ -34,7 +34,7 @@ from router.api.openai_answers import (
 )
 from router.api.tool_calls import ForcedCall
 from router.http.answer import Answer
-from router.request.finish_reason import StopReason, kind_of
+from router.request.finish_reason import LengthReason, StopReason, kind_of
 from router.request.generation import Generation
 from router.text.reply_parser import CallDelta, ReplyDelta, ReplyRegions
 from router.text.tokenizer import Tokenizer
@@ -189,8 +189,11 @@ class ReplyReader(Protocol):
         """Of each token for which it is decided, whether its text is content."""
         ...
 
-    def feed(self, texts: Sequence[str], end: str | None = None) -> ReplyDelta:
-        """What the texts of more tokens add; with the `end` of the answer, the text that comes behind them."""
+    def feed(self, texts: Sequence[str], end: str | None = None, *, is_cut: bool = False) -> ReplyDelta:
+        """What the texts of more tokens add; with the `end` of the answer, the text that comes behind them.
+
+        It `is_cut` off if a length has ended it.
+        """
         ...
 
 
@@ -263,7 +266,7 @@ class ChatShape:
         if reader is None:
             message = ChatMessage(content=generation.text)
         else:
-            said = reader.feed(generation.texts, generation.end)
+            said = reader.feed(generation.texts, generation.end, is_cut=_is_cut(generation))
             calls = list(_whole_calls(said.calls))
             content = (
                 None if isinstance(self._reads, ForcedCall) or (calls and not said.content) else said.content
@@ -281,7 +284,7 @@ class ChatShape:
         if reader is None:
             return ChatDelta(content=text or UNSET)
         end = generation.end if generation.finish_reason is not None else None
-        said = reader.feed(generation.texts[reader.num_tokens :], end)
+        said = reader.feed(generation.texts[reader.num_tokens :], end, is_cut=_is_cut(generation))
         calls = [_call_delta(call) for call in said.calls]
         return ChatDelta(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
 
@@ -349,6 +352,10 @@ def best(generations: Sequence[Generation], n: int) -> list[Generation]:
 def _mean_logprob(generation: Generation) -> float:
     logprobs = [known.logprob for known in generation.output_logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def _is_cut(generation: Generation) -> bool:
+    return isinstance(generation.finish_reason, LengthReason)
 
 
 def _end(generation: Generation, reader: ReplyReader | None = None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from router.api.openai_shapes import ReplyReader
 from router.api.request_log import note_group
 from router.dispatch.live_rids import Claim
 from router.http.responses import StreamForm, json_response, stream_response, while_connected
+from router.request.finish_reason import LengthReason
 from router.request.generation import Generation, GenerationGroup, Generator
 from router.request.queue_limit import QueuePlaces
 from router.text.reply_parser import ReplyDelta
@@ -79,15 +80,16 @@ class ReplyBlocks:
         for text in texts:  # one by one, so that what they add keeps its order
             yield from self._told(self._read([text]))
         if generation.finish_reason is not None:
-            yield from self._told(self._read([], generation.end))
+            is_cut = isinstance(generation.finish_reason, LengthReason)
+            yield from self._told(self._read([], generation.end, is_cut=is_cut))
             if not self.blocks:
                 yield self._begin("content")
             yield from self._end()
 
-    def _read(self, texts: Sequence[str], end: str | None = None) -> ReplyDelta:
+    def _read(self, texts: Sequence[str], end: str | None = None, *, is_cut: bool = False) -> ReplyDelta:
         if self._reader is None:
             return ReplyDelta(content="".join(texts) + (end or ""))
-        return self._reader.feed(texts, end)
+        return self._reader.feed(texts, end, is_cut=is_cut)
 
     def _told(self, said: ReplyDelta) -> Iterator[Change]:
         if said.reasoning and not self._hides_reasoning:

@@ -117,14 +117,14 @@ class ForcedReader:
         self._before = call.before.reader() if call.before is not None else None
         self._call = JsonCall(0, None)
 
-    def feed(self, texts: Sequence[str], end: str | None = None) -> ReplyDelta:
+    def feed(self, texts: Sequence[str], end: str | None = None, *, is_cut: bool = False) -> ReplyDelta:
         """The texts of more tokens. Text that ends before the name of the function says nothing."""
         self.num_tokens += len(texts)
         self.is_content += [False] * len(texts)
         if self._before is None:
             said = ReplyDelta(content="".join(texts) + (end or ""))
         else:
-            said = self._before.feed(texts, end)
+            said = self._before.feed(texts, end, is_cut=is_cut)
         return ReplyDelta(said.reasoning, calls=tuple(self._read(said.content, is_last=end is not None)))
 
     @property

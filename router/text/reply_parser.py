@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 THINK = ("<think>", "</think>")
 NO_PARSER = "none"
 _FORMATS = Path(__file__).with_name("reply_formats.json")
+_TAIL_CHARS = 64
 _TEXT = {"content": "text", "content_args": {"strip": False}}
 
 
@@ -38,7 +39,19 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     call: dict[str, Any]
     """The region of a call, as a field of a response template."""
     dropped: tuple[str, ...] = ()
-    """What stands around calls and says nothing."""
+    """What stands around calls and says nothing, and a regular expression of more of it."""
+    dropped_pattern: str | None = None
+    is_framed: bool = False
+    """Whether the dropped strings stand around all text, also where there are no tools."""
+    think: tuple[str, str] = THINK
+    """What begins and ends reasoning, and a regular expression of a call that may end it too."""
+    think_cut_by: str | None = None
+    close_behind: str | None = None
+    """A regular expression of what is before the end of a call. Elsewhere its `close` is part of the arguments."""
+    closed_by: str | None = None
+    """How the end of a call ends, where it is no literal."""
+    list: str | None = None
+    """The parser of transformers whose result is a list of calls, where the body of a call region is one."""
     name: str | None = None
     """A regular expression of what comes before the arguments, with the function's `name`, where the body of a call
     is not `{"name": .., "arguments": ..}`."""
@@ -47,8 +60,8 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_json(self) -> bool:
-        """Whether the arguments of a call are JSON, else tags."""
-        return "transform" not in self.call
+        """Whether the arguments of a call are JSON, which can be told piece by piece."""
+        return "transform" not in self.call and self.list is None
 
     @property
     def strings(self) -> tuple[str, ...]:
@@ -56,21 +69,39 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (*self.found_by, *self.dropped)
 
     @property
-    def regions(self) -> dict[str, Any]:
-        """As fields of a response template."""
-        around = {"around": {"open": list(self.dropped), "close_pattern": "", "repeats": True}}
-        call = {"repeats": True, **(_TEXT if self.is_json else {}), **self.call}
-        return {**(around if self.dropped else {}), "call": call}
+    def around(self) -> dict[str, Any]:
+        """What is dropped, as a field of a response template."""
+        dropped = "|".join((*map(regex.escape, self.dropped), *filter(None, [self.dropped_pattern])))
+        return {"around": {"open_pattern": dropped, "close_pattern": "", "repeats": True}} if dropped else {}
+
+    @property
+    def calls(self) -> dict[str, Any]:
+        """Its calls, as a field of a response template."""
+        call = {"repeats": True, **({} if "transform" in self.call else _TEXT), **self.call}
+        if self.close_behind is not None:
+            call["close_pattern"] = f"(?<={self.close_behind}){regex.escape(call.pop('close'))}"
+        return {"call": call}
+
+    @property
+    def reasoning(self) -> dict[str, Any]:
+        """Its reasoning, as a field of a response template."""
+        return _reasoning(self.think, self.think_cut_by)
+
+    @property
+    def last(self) -> str | None:
+        """The last characters of a call that is complete."""
+        return self.closed_by or self.call.get("close")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyRegions:
-    """What is read of the answers to one request: calls in a `call_format`, and reasoning, both if any.
+    """What is read of the answers to one request of a model whose family has this `form`, if it is of one.
 
     `tools` are those of the request, by whose schemas arguments in tags are typed. The prompt may end in reasoning.
     """
 
-    call_format: ReplyFormat | None
+    form: ReplyFormat | None
+    has_calls: bool
     reasons: bool
     in_reasoning: bool
     tools: Sequence[dict[str, Any]] = ()
@@ -78,6 +109,11 @@ class ReplyRegions:
     """Calls behind the first are left out."""
     is_named: bool = False
     """The client chose the function, so a call is how the answer stops."""
+
+    @property
+    def think(self) -> tuple[str, str]:
+        """What begins and ends reasoning."""
+        return self.form.think if self.form is not None else THINK
 
     def reader(self) -> ReplyReader:
         """A reader for one answer."""
@@ -88,13 +124,21 @@ class ReplyRegions:
         """As transformers' parser takes it."""
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        think = {"open": THINK[0], "close": THINK[1], "repeats": True, **_TEXT}
+        form = self.form
         fields = {
             "content": {"repeats": True, **_TEXT},
-            **({"reasoning": think} if self.reasons else {}),
-            **(self.call_format.regions if self.call_format is not None else {}),
+            **((form.reasoning if form is not None else _reasoning(THINK)) if self.reasons else {}),
+            **(form.around if form is not None and (self.has_calls or form.is_framed) else {}),
+            **(form.calls if form is not None and self.has_calls else {}),
         }
         return load_response_template({"start_anchor": "\0", "fields": fields})
+
+
+def _reasoning(think: tuple[str, str], cut_by: str | None = None) -> dict[str, Any]:
+    close = {"close": think[1]}
+    if cut_by is not None:
+        close = {"close_pattern": f"{regex.escape(think[1])}|(?={cut_by})"}
+    return {"reasoning": {"open": think[0], **close, "repeats": True, **_TEXT}}
 
 
 @cache
@@ -151,8 +195,8 @@ class ReplyReader:
         from transformers.utils.chat_parsing import ResponseParser
 
         in_reasoning = regions.reasons and regions.in_reasoning
-        prefix = THINK[0] if in_reasoning else ""
-        self._format = regions.call_format
+        prefix = regions.think[0] if in_reasoning else ""
+        self._format = regions.form if regions.has_calls else None
         self._parser = ResponseParser(regions.template, prefix=prefix, tools=[*regions.tools])
         self._call: JsonCall | None = None
         self._region = "reasoning" if in_reasoning else "content"
@@ -167,6 +211,8 @@ class ReplyReader:
         self.is_content: list[bool] = []
         """Of each token, whether its text is content; of those that may begin a tag it is not yet known."""
         self._is_one_call = regions.is_one_call
+        self._is_cut = False
+        self._tail = ""
         self._is_named = regions.is_named
 
     @property
@@ -174,11 +220,16 @@ class ReplyReader:
         """Of an answer that has ended by itself."""
         return "tool_calls" if self.num_calls and not self._is_named else "stop"
 
-    def feed(self, texts: Sequence[str], end: str | None = None) -> ReplyDelta:
-        """The texts of more tokens; with the `end` of the answer, the text that comes behind the last token."""
+    def feed(self, texts: Sequence[str], end: str | None = None, *, is_cut: bool = False) -> ReplyDelta:
+        """The texts of more tokens; with the `end` of the answer, the text that comes behind the last token.
+
+        Of a call in JSON that is cut off by a length, its arguments are told as far as they came. Of one in tags, whose
+        arguments come at once, nothing is told.
+        """
         told = _Told()
         for text in texts:
             before, num_told = self._region, len(told.content)
+            self._tail = (self._tail + text)[-_TAIL_CHARS:]
             self._take(self._parser.feed(text), told)
             self.num_tokens += 1
             if len(told.content) > num_told:
@@ -187,10 +238,12 @@ class ReplyReader:
                 num_decided = self._decide(is_content=False)
                 self.num_reasoning_tokens += num_decided * ("reasoning" in (before, self._region))
         if end is not None:
+            self._tail += end
             self._take(self._parser.feed(end), told)
             _, events = self._parser.finalize()
+            self._is_cut = is_cut
             self._take(events, told)
-            if self._region == "content":
+            if self._region == "content" and not self.num_calls:
                 told.content.append(self._held["content"])
             self._decide(is_content=True)
         calls = (call for call in told.calls if not (self._is_one_call and call.index))
@@ -217,10 +270,10 @@ class ReplyReader:
                 self._open("content")
 
     def _open(self, region: str) -> None:
-        if region != self._region:
+        if "reasoning" in (region, self._region) and region != self._region:
             self._held = dict.fromkeys(self._held, "")
             self._is_fresh = dict.fromkeys(self._is_fresh, True)
-            self._region = region
+        self._region = region
         if region == "call" and self._format is not None and self._format.is_json:
             self._call = JsonCall(self.num_calls, self._format.name)
 
@@ -235,19 +288,40 @@ class ReplyReader:
             (told.reasoning if region == "reasoning" else told.content).append(said)
 
     def _close_call(self, value: Any, told: _Told) -> None:
-        if self._call is None:
-            function = value["function"]
-            arguments = json.dumps(function["arguments"], ensure_ascii=False)
-            told.calls.append(CallDelta(self.num_calls, arguments, function["name"]))
-            self.num_calls += 1
-            return
-        told.calls += self._call.end()
-        self.num_calls += self._call.num_begun
-        if not self._call.num_begun and self._format is not None:  # it is no call, so it is text
-            raw = f"{self._format.call.get('open', '')}{value}{self._format.call.get('close', '')}"
+        assert self._format is not None
+        is_cut = self._is_cut and not self._tail.rstrip().endswith(self._format.last or "\0")
+        if self._call is not None:
+            told.calls += self._call.end()
+            num_calls, self._call = self._call.num_begun, None
+        else:
+            functions = [] if is_cut else self._functions(value)
+            num_calls = len(functions)
+            for at, function in enumerate(functions, self.num_calls):
+                arguments = json.dumps(function["arguments"], ensure_ascii=False)
+                told.calls.append(CallDelta(at, arguments, function["name"]))
+        self.num_calls += num_calls
+        if (
+            not num_calls
+            and isinstance(value, str)
+            and value.strip()
+            and not is_cut
+            and not self._format.is_framed
+        ):
+            # it is no call, so it is text
             self._region = "content"
-            self._tell("content", raw, told)
-        self._call = None
+            self._tell("content", self._format.call.get("open", "") + value, told)
+
+    def _functions(self, value: Any) -> list[dict[str, Any]]:
+        """The calls in the value of a region that is complete; none where it is malformed."""
+        from transformers.utils.chat_parsing.content_parsers import parse_content
+
+        assert self._format is not None
+        if self._format.list is None:
+            return [value["function"]] if isinstance(value["function"]["arguments"], dict) else []
+        try:
+            return list(parse_content(value.strip(), self._format.list, {}))
+        except ValueError:
+            return []
 
 
 class JsonCall:

@@ -57,6 +57,8 @@ class ServedModel:
         template = load_chat_template(path, chat_template, tokenizer.added_tokens)
         sources = template.sources if template is not None else ()
         tool_call_parser = family_of(tool_call_parser) if tool_call_parser else find_family(sources)
+        form = reply_formats().get(tool_call_parser)
+        think = form.think if form is not None else THINK
         served = cls(
             name=served_name or model,
             model=model,
@@ -66,23 +68,23 @@ class ServedModel:
             tool_call_parser=tool_call_parser,
             reasons=reasoning_parser != NO_PARSER
             if reasoning_parser
-            else any(tag in s for s in sources for tag in THINK),
+            else any(tag.strip() in s for s in sources for tag in think),
             vocab_size=config.vocab_size,
             context_length=config.context_length,
         )
-        if served.call_format is not None or served.reasons:
-            ReplyRegions(call_format=served.call_format, reasons=served.reasons, in_reasoning=False).reader()
+        if served.form is not None or served.reasons:
+            ReplyRegions(form=form, has_calls=True, reasons=served.reasons, in_reasoning=False).reader()
         return served
 
     @property
-    def call_format(self) -> ReplyFormat | None:
+    def form(self) -> ReplyFormat | None:
         """How it writes calls of tools."""
         return reply_formats().get(self.tool_call_parser)
 
     @property
-    def writes_calls_with_special_tokens(self) -> bool:
-        """Whether a call can only be read where special tokens are text."""
-        strings = self.call_format.strings if self.call_format is not None else ()
+    def writes_special_tokens(self) -> bool:
+        """Whether reasoning and calls can only be read where special tokens are text."""
+        strings = (*self.form.strings, *self.form.think) if self.form is not None else THINK
         return any(token.special and token.content in strings for token in self.tokenizer.added_tokens)
 
 

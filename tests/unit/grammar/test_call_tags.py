@@ -72,7 +72,7 @@ def write(matcher: XGrammarMatcher, backend: XGrammarBackend, seed: int) -> str:
 
 def read(family: str, text: str) -> list[tuple[str, dict[str, Any]]]:
     form = reply_formats()[family]
-    regions = ReplyRegions(call_format=form, reasons=False, in_reasoning=False, tools=TOOLS)
+    regions = ReplyRegions(form=form, has_calls=True, reasons=False, in_reasoning=False, tools=TOOLS)
     said, calls = regions.reader().feed([text], ""), list[list[str]]()
     for call in said.calls:
         if call.name is not None:

@@ -25,7 +25,8 @@ def read(
 ) -> Read:
     """`text` in pieces; each call begins with its name, and indices follow each other."""
     regions = ReplyRegions(
-        call_format=reply_formats().get(family_of(family)),
+        form=reply_formats().get(family_of(family)),
+        has_calls=True,
         reasons=reasons,
         in_reasoning=in_reasoning,
         tools=TOOLS,
@@ -67,10 +68,10 @@ SAID: list[tuple[str, str, Read]] = [
     (
         "hermes",
         r'<tool_call>{"name": "\x", "arguments": {}}</tool_call>',
-        ("", r'<tool_call>{"name": "\x", "arguments": {}}</tool_call>', []),
+        ("", r'<tool_call>{"name": "\x", "arguments": {}}', []),
     ),
-    ("hermes", '<tool_call>{"name": "ge', ("", '<tool_call>{"name": "ge</tool_call>', [])),
-    ("hermes", "a <tool_call>[1</tool_call> b", ("", "a<tool_call>[1</tool_call> b", [])),
+    ("hermes", '<tool_call>{"name": "ge', ("", '<tool_call>{"name": "ge', [])),
+    ("hermes", "a <tool_call>[1</tool_call> b", ("", "a <tool_call>[1</tool_call> b", [])),
     ("hermes", '[1] <tool_call>[{"name": "get", "arguments": {"n": 3}}]</tool_call>', ("", "[1]", [GET])),
     (
         "qwen3_coder",
@@ -187,7 +188,7 @@ def test_whatever_a_model_writes_is_read_alike_in_any_cut(family: str) -> None:
 
 
 def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
-    regions = ReplyRegions(call_format=reply_formats()["hermes"], reasons=False, in_reasoning=False)
+    regions = ReplyRegions(form=reply_formats()["hermes"], has_calls=True, reasons=False, in_reasoning=False)
     reader = regions.reader()
     pieces = ('<tool_call>{"name": "get", "arg', 'uments": {"s": "a', "b", 'c"}}', "</tool_call>")
     told = [[(call.name, call.arguments) for call in reader.feed([piece]).calls] for piece in pieces]
@@ -195,7 +196,7 @@ def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
 
 
 def test_nothing_but_what_may_become_a_call_is_held_back() -> None:
-    regions = ReplyRegions(call_format=reply_formats()["hermes"], reasons=True, in_reasoning=False)
+    regions = ReplyRegions(form=reply_formats()["hermes"], has_calls=True, reasons=True, in_reasoning=False)
     reader = regions.reader()
     assert [reader.feed([piece]).content for piece in ("a", "b <t", "o b", " ", "c")] == [
         "a",
@@ -224,6 +225,6 @@ def test_families_are_found_by_their_chat_templates() -> None:
 def test_reading_needs_no_torch() -> None:
     code = (
         "import sys; from router.text.reply_parser import ReplyRegions as R; "
-        "R(call_format=None, reasons=True, in_reasoning=False).reader(); sys.exit('torch' in sys.modules)"
+        "R(form=None, has_calls=False, reasons=True, in_reasoning=False).reader(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
