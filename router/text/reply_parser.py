@@ -9,6 +9,7 @@ when the call ends. However the text is cut into pieces, what is told of it adds
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -223,8 +224,8 @@ class ReplyReader:
     def feed(self, texts: Sequence[str], end: str | None = None, *, is_cut: bool = False) -> ReplyDelta:
         """The texts of more tokens; with the `end` of the answer, the text that comes behind the last token.
 
-        Of a call in JSON that is cut off by a length, its arguments are told as far as they came. Of one in tags, whose
-        arguments come at once, nothing is told.
+        Of a call in JSON that is cut off by a length, its arguments are told as far as they came. Of one in tags,
+        whose arguments come at once, nothing is told.
         """
         told = _Told()
         for text in texts:
@@ -246,8 +247,8 @@ class ReplyReader:
             if self._region == "content" and not self.num_calls:
                 told.content.append(self._held["content"])
             self._decide(is_content=True)
-        calls = (call for call in told.calls if not (self._is_one_call and call.index))
-        return ReplyDelta("".join(told.reasoning), "".join(told.content), tuple(calls))
+        calls = [call for call in told.calls if not (self._is_one_call and call.index)]
+        return ReplyDelta("".join(told.reasoning), "".join(told.content), tuple(_joined(calls)))
 
     def _decide(self, *, is_content: bool) -> int:
         """Decide about the tokens that are not yet decided, and return their number."""
@@ -322,6 +323,13 @@ class ReplyReader:
             return list(parse_content(value.strip(), self._format.list, {}))
         except ValueError:
             return []
+
+
+def _joined(calls: Sequence[CallDelta]) -> Iterator[CallDelta]:
+    """One piece of each call."""
+    for index, pieces in itertools.groupby(calls, lambda call: call.index):
+        first, *more = pieces
+        yield CallDelta(index, first.arguments + "".join(piece.arguments for piece in more), first.name)
 
 
 class JsonCall:

@@ -49,11 +49,23 @@ CLIENTS = (
         "as its own exception type, time-outs and cancels abort the request",
     ),
     Client(
+        name="anthropic",
+        script="with_anthropic.py",
+        version_of=("anthropic",),
+        proves="`/v1/messages`: a loop with two tools, streams, thinking, counted tokens, errors as its own types",
+    ),
+    Client(
+        name="openai-agents",
+        script="with_openai_agents.py",
+        version_of=("openai-agents", "openai"),
+        proves="agents with two tools over `/v1/responses`, its default, streamed too, and over chat completions",
+    ),
+    Client(
         name="langchain",
         script="with_langchain.py",
         version_of=("langchain-openai", "langchain-core"),
         proves="`ChatOpenAI` and `OpenAI`: invoke, stream, batch, async, `with_structured_output` "
-        "by JSON schema and by tool call",
+        "by JSON schema and by tool call; `create_agent` with two tools in three turns, over both of OpenAI's APIs",
     ),
     Client(
         name="litellm",

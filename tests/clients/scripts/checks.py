@@ -22,6 +22,9 @@ URL = os.environ["BATON_URL"]
 """A router with a prefill and a decode node, and no API key."""
 KEYED_URL = os.environ["BATON_KEYED_URL"]
 """A router that wants KEY, runs one request at a time and lets one wait."""
+SCRIPTED_URL = os.environ["BATON_SCRIPTED_URL"]
+"""A router whose model, SCRIPTED, calls tools, as tests/clients/scripted.py has it."""
+SCRIPTED = "scripted"
 KEY = os.environ["BATON_KEY"]
 MODEL = os.environ["BATON_MODEL"]
 MODEL_FOLDER = Path(os.environ["BATON_MODEL_FOLDER"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Literal
 
 import instructor
-from checks import MESSAGES, MODEL, URL, check, main, post, raises
+from checks import MESSAGES, MODEL, SCRIPTED, SCRIPTED_URL, URL, check, main, post, raises
 from instructor.core import IncompleteOutputException
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
@@ -94,6 +95,34 @@ def an_answer_that_was_cut_is_instructors_own_error() -> None:
         IncompleteOutputException, lambda: client.chat.completions.create(response_model=Plan, **cut)
     )
     assert error.last_completion.choices[0].message.content.lstrip().startswith("{")
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: str
+    age: int
+
+
+@check
+def parallel_tools_mode() -> None:
+    scripted = OpenAI(base_url=f"{SCRIPTED_URL}/v1", api_key="none", max_retries=0)
+    client = instructor.from_openai(scripted, mode=instructor.Mode.PARALLEL_TOOLS)
+    found = client.chat.completions.create(
+        model=SCRIPTED,
+        messages=[{"role": "user", "content": "Ann and Bob are 7 and 8."}],
+        response_model=Iterable[Person],
+    )
+    assert [(one.name, one.age) for one in found] == [("Ann", 7), ("Bob", 8)]
+
+
+@check
+def responses_tools_mode() -> None:
+    scripted = OpenAI(base_url=f"{SCRIPTED_URL}/v1", api_key="none", max_retries=0)
+    client = instructor.from_openai(scripted, mode=instructor.Mode.RESPONSES_TOOLS)
+    messages = [{"role": "user", "content": "Ann is 7."}]
+    found = client.chat.completions.create(model=SCRIPTED, messages=messages, response_model=Person)
+    assert (found.name, found.age) == ("Ann", 7)
 
 
 if __name__ == "__main__":

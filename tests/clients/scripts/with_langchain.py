@@ -6,7 +6,21 @@ import asyncio
 from typing import Literal
 
 import openai
-from checks import KEY, KEYED_URL, MESSAGES, MODEL, PROMPT, URL, check, main, post, raises
+from checks import (
+    KEY,
+    KEYED_URL,
+    MESSAGES,
+    MODEL,
+    PROMPT,
+    SCRIPTED,
+    SCRIPTED_URL,
+    URL,
+    check,
+    main,
+    post,
+    raises,
+)
+from langchain.agents import create_agent
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
@@ -138,6 +152,34 @@ def errors_keep_their_types() -> None:
     raises(openai.AuthenticationError, lambda: wrong.invoke(TALK))
     right = ChatOpenAI(**{**served, "base_url": f"{KEYED_URL}/v1", "api_key": KEY}, max_tokens=4)
     assert right.invoke(TALK).usage_metadata["output_tokens"] == 4
+
+
+def add(a: float, b: float) -> float:
+    """Add two numbers."""
+    return a + b
+
+
+def multiply(a: float, b: float) -> float:
+    """Multiply two numbers."""
+    return a * b
+
+
+@check
+def an_agent_with_two_tools_and_three_turns() -> None:
+    for use_responses_api in (False, True):
+        model = ChatOpenAI(
+            base_url=f"{SCRIPTED_URL}/v1",
+            api_key="none",
+            model=SCRIPTED,
+            max_retries=0,
+            use_responses_api=use_responses_api,
+        )
+        asked = {"messages": [("user", "What is (2 + 3) * 4?")]}
+        messages = create_agent(model, tools=[add, multiply])
+        messages = messages.invoke(asked)["messages"]
+        assert [message.type for message in messages] == ["human", *("ai", "tool") * 2, "ai"]
+        assert [message.content for message in messages if message.type == "tool"] == ["5.0", "20.0"]
+        assert messages[-1].text == "It is 20."
 
 
 if __name__ == "__main__":

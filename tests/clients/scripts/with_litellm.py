@@ -6,7 +6,20 @@ import asyncio
 import json
 
 import litellm
-from checks import KEY, KEYED_URL, MESSAGES, MODEL, PROMPT, URL, check, main, post, raises
+from checks import (
+    KEY,
+    KEYED_URL,
+    MESSAGES,
+    MODEL,
+    PROMPT,
+    SCRIPTED,
+    SCRIPTED_URL,
+    URL,
+    check,
+    main,
+    post,
+    raises,
+)
 from pydantic import BaseModel, Field
 
 litellm.telemetry = False
@@ -109,6 +122,38 @@ def errors_have_litellms_types() -> None:
     keyed = {"api_base": f"{KEYED_URL}/v1"}
     assert raises(litellm.AuthenticationError, lambda: call(**keyed)).status_code == 401
     assert call(**keyed, api_key=KEY).usage.completion_tokens == 24
+
+
+NUMBERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": NUMBERS}}
+QUESTION = [{"role": "user", "content": "What is (2 + 3) * 4?"}]
+
+
+@check
+def a_call_that_the_model_decides_on() -> None:
+    asked = {"messages": QUESTION, "tools": [ADD], "api_key": "none", "num_retries": 0}
+    for model, base in (
+        (f"openai/{SCRIPTED}", f"{SCRIPTED_URL}/v1"),
+        (f"anthropic/{SCRIPTED}", SCRIPTED_URL),
+    ):
+        message = litellm.completion(model=model, api_base=base, **asked).choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
+        assert message.reasoning_content == "I add first."
+
+
+@check
+async def its_own_bridge_from_anthropics_api() -> None:
+    answer = await litellm.anthropic.messages.acreate(
+        model=f"openai/{SCRIPTED}",
+        api_base=f"{SCRIPTED_URL}/v1",
+        api_key="none",
+        max_tokens=200,
+        messages=QUESTION,
+        tools=[{"name": "add", "input_schema": NUMBERS}],
+    )
+    used = [block for block in answer["content"] if block["type"] == "tool_use"]
+    assert [(block["name"], block["input"]) for block in used] == [("add", {"a": 2, "b": 3})]
 
 
 if __name__ == "__main__":

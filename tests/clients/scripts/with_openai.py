@@ -12,6 +12,8 @@ from checks import (
     MESSAGES,
     MODEL,
     PROMPT,
+    SCRIPTED,
+    SCRIPTED_URL,
     URL,
     check,
     get,
@@ -293,6 +295,87 @@ async def cancelling_a_task_aborts_the_request() -> None:
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
     await asyncio.to_thread(wait_for_aborts, 1, before)
+
+
+scripted = OpenAI(base_url=f"{SCRIPTED_URL}/v1", api_key="none", max_retries=0)
+QUESTION = "What is (2 + 3) * 4?"
+
+
+class Pair(BaseModel):
+    """Two numbers."""
+
+    a: float
+    b: float
+
+
+@check
+def a_loop_of_calls_that_the_model_decides_on() -> None:
+    """By the client's own helpers: tools from pydantic, parsed arguments, and streams that add up."""
+    tools = [openai.pydantic_function_tool(Pair, name=name) for name in ("add", "multiply")]
+    messages = [{"role": "user", "content": QUESTION}]
+    called = []
+    while True:
+        asked = {"model": SCRIPTED, "messages": messages, "tools": tools}
+        choice = scripted.chat.completions.parse(**asked).choices[0]
+        with scripted.chat.completions.stream(**asked) as stream:
+            told = stream.get_final_completion().choices[0]
+        assert told.finish_reason == choice.finish_reason
+        assert (told.message.content or None) == choice.message.content
+        if choice.finish_reason != "tool_calls":
+            break
+        (call,), (streamed,) = choice.message.tool_calls, told.message.tool_calls
+        assert streamed.function.arguments == call.function.arguments
+        pair = call.function.parsed_arguments
+        called.append((call.function.name, pair.a, pair.b))
+        result = pair.a + pair.b if call.function.name == "add" else pair.a * pair.b
+        answer = {"role": "tool", "tool_call_id": call.id, "content": str(result)}
+        messages += [choice.message.model_dump(exclude_none=True), answer]
+    assert called == [("add", 2, 3), ("multiply", 5, 4)]
+    assert choice.message.content == "It is 20."
+
+
+@check
+def responses() -> None:
+    answer = client.responses.create(model=MODEL, input=PROMPT, temperature=0, max_output_tokens=24)
+    assert answer.status == "incomplete" and answer.usage.output_tokens == 24
+    chat = [{"role": "user", "content": PROMPT}]
+    assert (
+        answer.output_text
+        == client.chat.completions.create(messages=chat, **greedy).choices[0].message.content
+    )
+    with client.responses.stream(model=MODEL, input=PROMPT, temperature=0, max_output_tokens=24) as stream:
+        *_, last = stream
+    assert last.type == "response.incomplete" and last.response.output_text == answer.output_text
+
+
+@check
+def responses_parse() -> None:
+    asked = {"model": MODEL, "input": PROMPT, "temperature": 0, "max_output_tokens": 200}
+    assert isinstance(client.responses.parse(**asked, text_format=Verdict).output_parsed, Verdict)
+
+
+@check
+def a_loop_of_calls_over_responses() -> None:
+    parameters = Pair.model_json_schema()
+    tools = [
+        {"type": "function", "name": name, "parameters": parameters, "strict": False}
+        for name in ("add", "multiply")
+    ]
+    items: list[object] = [{"role": "user", "content": QUESTION}]
+    called = []
+    while True:
+        answer = scripted.responses.create(model=SCRIPTED, input=items, tools=tools)
+        items += answer.output
+        calls = [item for item in answer.output if item.type == "function_call"]
+        if not calls:
+            break
+        for call in calls:
+            pair = Pair.model_validate_json(call.arguments)
+            called.append((call.name, pair.a, pair.b))
+            result = pair.a + pair.b if call.name == "add" else pair.a * pair.b
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": str(result)})
+    assert called == [("add", 2, 3), ("multiply", 5, 4)]
+    assert answer.output_text == "It is 20."
 
 
 if __name__ == "__main__":
