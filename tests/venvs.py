@@ -63,6 +63,17 @@ def ready_venv(venv: Venv, cache: Path) -> Path:
     return python
 
 
+def ready_npm(packages: tuple[str, ...], folder: Path) -> None:
+    """Install packages of Node into a folder of a venv, unless they are there. Raises InstallError."""
+    stamp = folder / "installed"
+    if stamp.is_file() and stamp.read_text() == " ".join(packages):
+        return
+    folder.mkdir(exist_ok=True)
+    (folder / "package.json").write_text("{}")
+    _run("npm", "install", "--silent", "--prefix", str(folder), *packages, log=folder.with_suffix(".log"))
+    stamp.write_text(" ".join(packages))
+
+
 def versions(python: Path, packages: tuple[str, ...]) -> str:
     """The installed versions of some packages, for people."""
     code = (

@@ -101,11 +101,19 @@ class ReasoningItem(Body):
     summary: Annotated[_Parts, Field(description="Used where there is no content.")] = ""
 
 
+class ItemReference(Body):
+    """An item of a response that the server keeps."""
+
+    type: Annotated[Literal["item_reference"], Field(description="Needs --max-stored-responses.")]
+    id: Annotated[str, Field(max_length=256, description="As the response has it.")]
+
+
 _Item = Annotated[
-    MessageItem | CallItem | CallOutputItem | ReasoningItem,
+    MessageItem | CallItem | CallOutputItem | ReasoningItem | ItemReference,
     OneOf(
-        "an item of type message, function_call, function_call_output or reasoning",
+        "an item of type message, function_call, function_call_output, reasoning or item_reference",
         {
+            "dict[item_reference]": ItemReference,
             "dict[None]": MessageItem,
             "dict[message]": MessageItem,
             "dict[function_call]": CallItem,
@@ -227,13 +235,13 @@ class ResponsesBody(Body):
     user: NoEffect = None
     top_logprobs: Annotated[Any, Refused((0,))] = None
 
-    def chat(self, earlier: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """As the body of a chat that begins with `earlier` messages."""
+    def chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """As the body of a chat with these messages."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         asked = self.text.format if self.text else None
         return {
             "model": self.model,
-            "messages": [*system, *_join([*earlier, *self.messages()])],
+            "messages": [*system, *_join(messages)],
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": _chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -249,11 +257,13 @@ class ResponsesBody(Body):
             "stream": self.stream,
         }
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat, an item each."""
+    def messages(self, kept: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+        """The input as messages of a chat, an item each. `kept` has those of items of kept responses."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return [_chat_message(item) for item in self.input]
+        return [
+            kept(item.id) if isinstance(item, ItemReference) else _chat_message(item) for item in self.input
+        ]
 
 
 def _chat_message(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> dict[str, Any]:
@@ -315,10 +325,11 @@ def _chat_choice(choice: object) -> object:
 # ----------------------------------------------------------------------------------------------- the store
 @dataclass(frozen=True)
 class StoredResponse:
-    """A conversation with its last answer."""
+    """A conversation with its last answer, of which each item has an id."""
 
     owner: bytes
     messages: Sequence[dict[str, Any]]
+    items: Mapping[str, dict[str, Any]]
     nbytes: int
 
 
@@ -330,32 +341,49 @@ class ResponseStore:
     def __init__(self, max_responses: int) -> None:
         self.max_responses = max_responses
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._response_of: dict[str, str] = {}
+        """Of each item that is kept."""
         self._nbytes = 0
 
-    def put(self, response_id: str, owner: bytes, messages: Sequence[dict[str, Any]]) -> None:
-        """Keep a response, and forget what has no place any more."""
+    def put(
+        self,
+        response_id: str,
+        owner: bytes,
+        before: Sequence[dict[str, Any]],
+        items: Mapping[str, dict[str, Any]],
+    ) -> None:
+        """Keep a response with the conversation before it, and forget what has no place any more."""
+        messages = [*before, *items.values()]
         nbytes = 4 * sum(len(str(message)) for message in messages)
-        self._kept[response_id] = StoredResponse(owner, messages, nbytes)
+        self._kept[response_id] = StoredResponse(owner, messages, items, nbytes)
+        self._response_of.update(dict.fromkeys(items, response_id))
         self._nbytes += nbytes
         while len(self._kept) > self.max_responses or self._nbytes > self.MAX_NBYTES:
             _, forgotten = self._kept.popitem(last=False)
             self._nbytes -= forgotten.nbytes
+            for item_id in forgotten.items:
+                del self._response_of[item_id]
 
     def messages(self, response_id: str, owner: bytes) -> Sequence[dict[str, Any]]:
         """The conversation with this response. Raises RequestError where the owner has none of this id."""
+        return self._find(response_id, owner, "previous_response_id", f"response {response_id!r}").messages
+
+    def item(self, item_id: str, owner: bytes) -> dict[str, Any]:
+        """An item of a response, as a message. Raises RequestError where the owner has none of this id."""
+        response_id = self._response_of.get(item_id, "")
+        return self._find(response_id, owner, "input", f"item {item_id!r}").items[item_id]
+
+    def _find(self, response_id: str, owner: bytes, param: str, what: str) -> StoredResponse:
         if not self.max_responses:
-            why = "previous_response_id: this server keeps no responses (--max-stored-responses)"
-            raise RequestError(why, param="previous_response_id")
+            raise RequestError(
+                f"{param}: this server keeps no responses (--max-stored-responses)", param=param
+            )
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
-            raise RequestError(
-                f"previous_response_id: there is no response {response_id!r}, or it is kept no more",
-                status=404,
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
+            why = f"{param}: there is no {what}, or it is kept no more"
+            raise RequestError(why, status=404, param=param, code="not_kept")
         self._kept.move_to_end(response_id)
-        return found.messages
+        return found
 
 
 # ---------------------------------------------------------------------------------------------- the route
@@ -371,9 +399,10 @@ def responses_routes(
         """Answer a conversation, as OpenAI's Responses API does."""
         previous, owner = body.previous_response_id, places.cache_owner
         earlier = store.messages(previous, owner) if previous is not None else ()
+        messages = [*earlier, *body.messages(lambda item_id: store.item(item_id, owner))]
         with generator.claim() as claim:
             reading = read_chat(
-                chat_body(body.chat(earlier)),
+                chat_body(body.chat(messages)),
                 model.get(),
                 limits,
                 request.headers,
@@ -386,8 +415,8 @@ def responses_routes(
 
             def keep(told: ReplyBlocks) -> None:
                 if keeps:
-                    answer = [_message_of(block) for block in told.blocks]
-                    store.put(asked.id, owner, [*earlier, *body.messages(), *answer])
+                    items = {_item_id(block): _message_of(block) for block in told.blocks}
+                    store.put(asked.id, owner, messages, items)
 
             echo = {**_echo(body), "store": keeps}
             shape = ResponsesShape(asked, model.get().name, echo, keep)

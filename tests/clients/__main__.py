@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.clients.catalog import CLIENTS, Client
 from tests.clients.outcome import Outcome, write_table
 from tests.clients.servers import Servers, running
-from tests.venvs import InstallError, ready_venv, versions
+from tests.venvs import InstallError, ready_npm, ready_venv, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -61,9 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _install(client: Client, cache: Path) -> Path | InstallError:
     print(f"installing {client.name} into {cache / client.name}", file=sys.stderr, flush=True)
     try:
-        return ready_venv(client.venv, cache)
+        python = ready_venv(client.venv, cache)
+        if client.npm:
+            ready_npm(client.npm, python.parents[1] / "node")
     except InstallError as e:
         return e
+    return python
 
 
 def _run(client: Client, python: Path | InstallError, servers: Servers, folder: Path) -> Outcome:
@@ -92,6 +95,7 @@ def _checked(client: Client, python: Path, servers: Servers, home: Path) -> tupl
         "BATON_OUTCOMES": str(outcomes),
         **OFFLINE,
         **servers.environment(),
+        "BATON_NODE_PACKAGES": str(python.parents[1] / "node"),
     }
     log = home / "log"
     if not _ended([str(python), str(SCRIPTS / client.script)], home, environment, log, client.timeout_s):

@@ -23,6 +23,8 @@ class Client:
     script: str
     version_of: tuple[str, ...]
     proves: str
+    npm: tuple[str, ...] = ()
+    """Packages of Node, which are installed beside the venv."""
     torch: bool = False
     without_dependencies: tuple[str, ...] = ()
     build_environment: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +61,14 @@ CLIENTS = (
         script="with_openai_agents.py",
         version_of=("openai-agents", "openai"),
         proves="agents with two tools over `/v1/responses`, its default, streamed too, and over chat completions",
+    ),
+    Client(
+        name="node",
+        script="with_node.py",
+        version_of=(),
+        npm=("openai@7", "ai@7", "@ai-sdk/openai@3", "zod@4"),
+        proves="`openai` for Node: `runTools`, `responses`; the Vercel AI SDK: `streamText` with tools and more steps "
+        "over `/v1/responses`, its default, and `generateText` over chat completions",
     ),
     Client(
         name="langchain",

@@ -117,7 +117,8 @@ def test_how_it_ends(hermes: Path, finish: str) -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "--max-stored-responses"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"background": True}, "background"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "--max-stored-responses"),
@@ -138,7 +139,7 @@ def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
     async def run() -> None:
         first, rest = tells("fine")
         keys = ("red", "blue")
-        options = HttpOptions(port=0, served_model_name="tiny", max_stored_responses=2, api_keys=keys)
+        options = HttpOptions(port=0, served_model_name="tiny", max_stored_responses=3, api_keys=keys)
         async with pair(prefill=first, decode=rest) as nodes:
             for node in nodes:
                 node.limits = NodeLimits(
@@ -146,7 +147,7 @@ def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
                 )
             async with joined_router(hermes, list(nodes), http=options, wait=False) as (_, http):
 
-                async def ask(text: str, key: str = "red", **fields: object) -> httpx.Response:
+                async def ask(text: object, key: str = "red", **fields: object) -> httpx.Response:
                     headers = {"Authorization": f"Bearer {key}"}
                     return await http.post("/v1/responses", json={"input": text, **fields}, headers=headers)
 
@@ -162,9 +163,13 @@ def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
                 assert prompt_of(nodes[1]) == "<system>Be brief.<user>a<assistant>fine<user>b<assistant>"
                 assert again["previous_response_id"] == kept["id"]
                 assert (await ask("c", "blue", previous_response_id=kept["id"])).status_code == 404
+                referred = [{"type": "item_reference", "id": again["output"][0]["id"]}]
+                await ask([*referred, {"role": "user", "content": "h"}])
+                assert prompt_of(nodes[1]) == "<assistant>fine<user>h<assistant>"
+                assert (await ask(referred, "blue")).status_code == 404
                 unkept = (await ask("d", store=False)).json()
                 assert (await ask("e", previous_response_id=unkept["id"])).status_code == 404
-                await ask("f", previous_response_id=again["id"])  # a third one
+                await ask("f", previous_response_id=again["id"])  # a fourth one
                 assert (await ask("g", previous_response_id=kept["id"])).status_code == 404
 
     asyncio.run(run())
