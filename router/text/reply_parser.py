@@ -56,6 +56,9 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     """A regular expression of what comes before the arguments, with the function's `name`, where the body of a call
     is not `{"name": .., "arguments": ..}`."""
+    begins: str = ""
+    """The first characters of all that begins or ends a region, if there are such: text without them goes past the
+    parser."""
     grammar: str = ""
     """XGrammar's name of the family, if it has one: then a grammar can enforce calls in this syntax."""
 
@@ -214,6 +217,9 @@ class ReplyReader:
         self._is_one_call = regions.is_one_call
         self._is_cut = False
         self._tail = ""
+        self._begins = frozenset(regions.form.begins if regions.form is not None else THINK[0][0])
+        self._is_clear = False
+        """Whether all text so far is told, and the parser is in a region of text."""
         self._is_named = regions.is_named
 
     @property
@@ -231,7 +237,10 @@ class ReplyReader:
         for text in texts:
             before, num_told = self._region, len(told.content)
             self._tail = (self._tail + text)[-_TAIL_CHARS:]
-            self._take(self._parser.feed(text), told)
+            if self._is_clear and self._begins.isdisjoint(text):
+                self._tell(before, text, told)
+            else:
+                self._take(self._parser.feed(text), told, text)
             self.num_tokens += 1
             if len(told.content) > num_told:
                 self._decide(is_content=True)
@@ -256,7 +265,11 @@ class ReplyReader:
         self.is_content += [is_content] * num_decided
         return num_decided
 
-    def _take(self, events: Sequence[Mapping[str, Any]], told: _Told) -> None:
+    def _take(self, events: Sequence[Mapping[str, Any]], told: _Told, text: str = "") -> None:
+        last = events[-1] if events else {}
+        is_told = last.get("type") == "region_chunk" and last["field"] in self._held
+        is_plain = bool(text) and bool(self._begins) and self._begins.isdisjoint(text)
+        self._is_clear = is_plain and is_told and last["text"].endswith(text)
         for event in events:
             region, kind = event["field"], event["type"]
             if kind == "region_open":

@@ -67,7 +67,7 @@ CLIENTS = (
         script="with_node.py",
         version_of=(),
         npm=("openai@7", "ai@7", "@ai-sdk/openai@3", "zod@4"),
-        proves="`openai` for Node: `runTools`, `responses`; the Vercel AI SDK: `streamText` with tools and more steps "
+        proves="`openai` for Node: `runTools`, `responses`; Vercel's AI SDK: `streamText` with tools and more steps "
         "over `/v1/responses`, its default, and `generateText` over chat completions",
     ),
     Client(
