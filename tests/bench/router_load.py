@@ -25,10 +25,13 @@ from shared.protocol.messages import Role
 from tests.bench.table import Row
 from tests.patience import until
 from tests.processes import Router
-from tests.unit.router.fakes import FakeNode, write_model
+from tests.unit.router.fakes import CHAT_TEMPLATE, FakeNode, write_model
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 
 PROMPT = "Say something long about foxes, dogs, and what comes between them."
+TEMPLATE = CHAT_TEMPLATE + "{# <tool_call> <think> #}"
+TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+"""With tools, `calls` reads every answer for calls and reasoning; `chat` reads nothing."""
 NUM_TOKENS = {32: 2000, 128: 500, 500: 200}
 """Of each stream, by the number of streams."""
 RATES = (10_000, 40_000)
@@ -47,12 +50,13 @@ class Case:
 
     def request(self, port: int) -> bytes:
         """The bytes of one HTTP request."""
-        if self.dialect == "chat":
+        if self.dialect in ("chat", "calls"):
             path = "/v1/chat/completions"
             body: dict[str, Any] = {
                 "messages": [{"role": "user", "content": PROMPT}],
                 "max_tokens": self.num_tokens,
                 "ignore_eos": True,
+                **({"tools": TOOLS} if self.dialect == "calls" else {"separate_reasoning": False}),
             }
         else:
             path = "/generate"
@@ -72,7 +76,7 @@ class Case:
 def main() -> Iterator[dict[str, Any]]:
     """One figure for each dialect, number of streams and rate; then the busiest of them with two workers."""
     with _service(num_workers=1) as router:
-        for dialect in ("chat", "native"):
+        for dialect in ("chat", "calls", "native"):
             for num_streams, num_tokens in NUM_TOKENS.items():
                 for rate in RATES:
                     case = Case(dialect=dialect, num_streams=num_streams, num_tokens=num_tokens, rate=rate)
@@ -121,7 +125,12 @@ def _service(*, num_workers: int) -> Iterator[Router]:
         joins = json.loads(nodes.stdout.readline())
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
             flags = ("--served-model-name", "tiny", "--local-prefill-tokens", "0")
-            more = ("--router-workers", str(num_workers), "--model", str(write_model(Path(name) / "model")))
+            more = (
+                "--router-workers",
+                str(num_workers),
+                "--model",
+                str(write_model(Path(name) / "model", chat_template=TEMPLATE)),
+            )
             with Router(Path(name), *joins, *flags, *more) as router:
                 until(lambda: "\nServing " in router.log, "the router serves")
                 yield router

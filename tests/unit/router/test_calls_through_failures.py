@@ -1,0 +1,73 @@
+"""A node that dies in the middle of reasoning or of a call changes nothing of what the client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Role
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, write_model
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, HERMES, QUESTION, TOOLS
+
+IDS = byte_level_tokenizer().encode(AUTO).ids
+LIMITS = NodeLimits(context_length=1024, max_total_num_tokens=4096, max_running_requests=8)
+
+
+def place(text: str) -> int:
+    """How many tokens there are when the answer is so far."""
+    return len(byte_level_tokenizer().encode(AUTO[: AUTO.index(text)]).ids)
+
+
+@pytest.mark.parametrize("burst", [1, 4])
+@pytest.mark.parametrize(
+    "dies_at", ["hm", "\n</think>", "I look", "_call>\n", 'me": "weather', "city", "rich", "{}"]
+)
+def test_a_failover_in_the_middle(tmp_path: Path, dies_at: str, burst: int) -> None:
+    async def first(node: FakeNode, message: Prefill | Decode) -> None:
+        position = len(message.work.output_ids)
+        node.tokens(message.key, position, IDS[position : position + 1])
+
+    async def rest(node: FakeNode, message: Prefill | Decode) -> None:
+        """Tell what is left, some tokens at a time; whoever begins it dies on the way."""
+        begin = len(message.work.output_ids)
+        end = place(dies_at) if not begin else len(IDS)
+        for position in range(begin, end, burst):
+            await asyncio.sleep(0.001)
+            ids = IDS[position : min(position + burst, end)]
+            finish = Finish("stop") if position + len(ids) == len(IDS) else None
+            node.tokens(message.key, position, ids, finish)
+        if not begin:
+            await asyncio.sleep(0.05)
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(node.stop()))
+
+    async def run() -> None:
+        folder = write_model(tmp_path / "model", chat_template=HERMES)
+        async with (
+            FakeNode(Role.PREFILL, script=first, limits=LIMITS) as prefill,
+            FakeNode(Role.DECODE, "decode-0", script=rest, limits=LIMITS) as one,
+            FakeNode(Role.DECODE, "decode-1", script=rest, limits=LIMITS) as other,
+            joined_router(folder, [prefill, one, other]) as (_, http),
+            openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "stream": True}
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
+            assert len(one.all(Decode)) == len(other.all(Decode)) == 1, "it has failed over"
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            extra = [delta.model_extra or {} for delta in deltas]
+            assert "".join(fields.get("reasoning_content", "") for fields in extra) == "hm"
+            assert "".join(delta.content or "" for delta in deltas) == "I look."
+            calls = [call for delta in deltas for call in delta.tool_calls or ()]
+            assert [call.function.name for call in calls if call.function and call.function.name] == [
+                "weather"
+            ]
+            assert [call.id for call in calls if call.id] == [calls[0].id]
+            told = "".join(call.function.arguments or "" for call in calls if call.function)
+            assert json.loads(told) == json.loads(ARGUMENTS)
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+    asyncio.run(run())
