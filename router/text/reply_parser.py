@@ -166,8 +166,7 @@ def family_of(name: str) -> str:
     return names.get(name, NO_PARSER)
 
 
-@dataclass(frozen=True)
-class CallDelta:
+class CallDelta(msgspec.Struct, frozen=True):
     """More of the call `index`. Its name comes once, with the first piece."""
 
     index: int
@@ -175,8 +174,7 @@ class CallDelta:
     name: str | None = None
 
 
-@dataclass(frozen=True)
-class ReplyDelta:
+class ReplyDelta(msgspec.Struct, frozen=True):
     """What a piece of text adds to an answer."""
 
     reasoning: str = ""
@@ -233,13 +231,17 @@ class ReplyReader:
         Of a call in JSON that is cut off by a length, its arguments are told as far as they came. Of one in tags,
         whose arguments come at once, nothing is told.
         """
+        if end is None and len(texts) == 1 and self._is_more_content(texts[0]):  # most tokens are
+            self.num_tokens += 1
+            self._decide(is_content=True)
+            return ReplyDelta(content=texts[0])
         told = _Told()
         for text in texts:
             before, num_told = self._region, len(told.content)
-            self._tail = (self._tail + text)[-_TAIL_CHARS:]
             if self._is_clear and self._begins.isdisjoint(text):
                 self._tell(before, text, told)
             else:
+                self._tail = (self._tail + text)[-_TAIL_CHARS:]
                 self._take(self._parser.feed(text), told, text)
             self.num_tokens += 1
             if len(told.content) > num_told:
@@ -258,6 +260,18 @@ class ReplyReader:
             self._decide(is_content=True)
         calls = [call for call in told.calls if not (self._is_one_call and call.index)]
         return ReplyDelta("".join(told.reasoning), "".join(told.content), tuple(_joined(calls)))
+
+    def _is_more_content(self, text: str) -> bool:
+        """Whether all of the text is content, and is told as it is."""
+        return (
+            self._is_clear
+            and self._region == "content"
+            and not self._is_fresh["content"]
+            and not self._held["content"]
+            and bool(text)
+            and not text[-1].isspace()
+            and self._begins.isdisjoint(text)
+        )
 
     def _decide(self, *, is_content: bool) -> int:
         """Decide about the tokens that are not yet decided, and return their number."""
