@@ -120,6 +120,12 @@ def load_chat_template(
     return ChatTemplate(sources, special_tokens, origin=str(origin), added_tokens=added_tokens)
 
 
+def own_template(folder: Path) -> dict[str, Any] | None:
+    """The `response_template` of a model folder, by which transformers reads answers; None when there is none."""
+    template = _tokenizer_config(folder).get("response_template")
+    return template if isinstance(template, dict) else None
+
+
 def _up_to_tag(text: str) -> str:
     """The prompt up to the end of the last message, which the tag marks. Templates may trim the tag's space."""
     at = text.rfind(_TAG.strip())

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 THINK = ("<think>", "</think>")
 NO_PARSER = "none"
 _FORMATS = Path(__file__).with_name("reply_formats.json")
+OWN = "response_template"
+"""The name of the form that a checkpoint describes itself."""
+_REGIONS = {"reasoning_content": "reasoning", "thinking": "reasoning", "tool_calls": "call"}
+"""Regions by the names that templates give to their fields."""
 _TAIL_CHARS = 64
 _TEXT = {"content": "text", "content_args": {"strip": False}}
 
@@ -62,10 +66,31 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grammar: str = ""
     """XGrammar's name of the family, if it has one: then a grammar can enforce calls in this syntax."""
 
+    own: dict[str, Any] | None = None
+    """The fields of the `response_template` that the checkpoint has, by the names of regions."""
+
+    @classmethod
+    def of_checkpoint(cls, template: Mapping[str, Any]) -> ReplyFormat:
+        """The form that a checkpoint's `response_template` describes. Raises ConfigError."""
+        try:
+            fields = {_REGIONS.get(name, name): dict(field) for name, field in template["fields"].items()}
+            for field in fields.values():
+                if field.get("content") == "json":  # one that is none is text, and no failure
+                    field["content_args"] = {**field.get("content_args", {}), "allow_non_json": True}
+            opening = fields.get("reasoning", {}).get("open", THINK[0])
+            think = (opening if isinstance(opening, str) else opening[0], THINK[1])
+            form = cls(aliases=(), found_by=(), call=fields.get("call", {}), think=think, own=fields)
+            ReplyRegions(form=form, has_calls=True, reasons=True, in_reasoning=False).reader()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the response_template of tokenizer_config.json cannot be read: {error}"
+            ) from error
+        return form
+
     @property
     def is_json(self) -> bool:
         """Whether the arguments of a call are JSON, which can be told piece by piece."""
-        return "transform" not in self.call and self.list is None
+        return "transform" not in self.call and self.list is None and self.own is None
 
     @property
     def strings(self) -> tuple[str, ...]:
@@ -129,6 +154,12 @@ class ReplyRegions:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         form = self.form
+        if form is not None and form.own is not None:
+            left_out = {"call": not self.has_calls, "reasoning": not self.reasons}
+            fields = {
+                name: {**field, "repeats": True} for name, field in form.own.items() if not left_out.get(name)
+            }
+            return load_response_template({"start_anchor": "\0", "fields": fields})
         fields = {
             "content": {"repeats": True, **_TEXT},
             **((form.reasoning if form is not None else _reasoning(THINK)) if self.reasons else {}),
@@ -201,6 +232,8 @@ class ReplyReader:
         self._format = regions.form if regions.has_calls else None
         self._parser = ResponseParser(regions.template, prefix=prefix, tools=[*regions.tools])
         self._call: JsonCall | None = None
+        self._raw: list[str] = []
+        """The text of a call that is not complete."""
         self._region = "reasoning" if in_reasoning else "content"
         self._held = {"reasoning": "", "content": ""}
         """Space that is told only when text of the same region follows."""
@@ -290,8 +323,10 @@ class ReplyReader:
                 self._open(region)
             elif kind == "region_chunk" and region in self._held:
                 self._tell(region, event["text"], told)
-            elif kind == "region_chunk" and self._call is not None:
-                told.calls += self._call.feed(event["text"])
+            elif kind == "region_chunk" and region == "call":
+                self._raw.append(event["text"])
+                if self._call is not None:
+                    told.calls += self._call.feed(event["text"])
             elif kind == "region_close" and region != "content":
                 if region == "call":
                     self._close_call(event["value"], told)
@@ -328,16 +363,11 @@ class ReplyReader:
                 arguments = json.dumps(function["arguments"], ensure_ascii=False)
                 told.calls.append(CallDelta(at, arguments, function["name"]))
         self.num_calls += num_calls
-        if (
-            not num_calls
-            and isinstance(value, str)
-            and value.strip()
-            and not is_cut
-            and not self._format.is_framed
-        ):
-            # it is no call, so it is text
-            self._region = "content"
-            self._tell("content", self._format.call.get("open", "") + value, told)
+        raw, self._raw = "".join(self._raw), []
+        if not num_calls and raw.strip() and not is_cut and not self._format.is_framed:
+            opening = self._format.call.get("open", "")
+            self._region = "content"  # it is no call, so it is text
+            self._tell("content", (opening if isinstance(opening, str) else "") + raw, told)
 
     def _functions(self, value: Any) -> list[dict[str, Any]]:
         """The calls in the value of a region that is complete; none where it is malformed."""
@@ -345,7 +375,9 @@ class ReplyReader:
 
         assert self._format is not None
         if self._format.list is None:
-            return [value["function"]] if isinstance(value["function"]["arguments"], dict) else []
+            calls = value if isinstance(value, list) else [value]
+            functions = [call["function"] for call in calls if isinstance(call, dict) and "function" in call]
+            return [one for one in functions if isinstance(one.get("arguments"), dict) and one.get("name")]
         try:
             return list(parse_content(value.strip(), self._format.list, {}))
         except ValueError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.text.chat_template import ChatTemplate, load_chat_template
+from router.text.chat_template import ChatTemplate, load_chat_template, own_template
 from router.text.reply_parser import (
     NO_PARSER,
+    OWN,
     THINK,
     ReplyFormat,
     ReplyRegions,
@@ -31,6 +32,8 @@ class ServedModel:
     chat_template: ChatTemplate | None
     tool_call_parser: str
     """The family in whose way it writes calls of tools; NO_PARSER: not known, and then they are text."""
+    form: ReplyFormat | None
+    """How it writes them, and reasoning."""
     reasons: bool
     """Whether its answers may have reasoning between THINK."""
     vocab_size: int
@@ -56,8 +59,13 @@ class ServedModel:
         tokenizer = Tokenizer(None) if skip_tokenizer_init else Tokenizer.load(path)
         template = load_chat_template(path, chat_template, tokenizer.added_tokens)
         sources = template.sources if template is not None else ()
-        tool_call_parser = family_of(tool_call_parser) if tool_call_parser else find_family(sources)
-        form = reply_formats().get(tool_call_parser)
+        own = None if tool_call_parser else own_template(path)
+        form: ReplyFormat | None
+        if own is not None:
+            form, tool_call_parser = ReplyFormat.of_checkpoint(own), OWN
+        else:
+            tool_call_parser = family_of(tool_call_parser) if tool_call_parser else find_family(sources)
+            form = reply_formats().get(tool_call_parser)
         think = form.think if form is not None else THINK
         served = cls(
             name=served_name or model,
@@ -66,20 +74,16 @@ class ServedModel:
             tokenizer=tokenizer,
             chat_template=template,
             tool_call_parser=tool_call_parser,
+            form=form,
             reasons=reasoning_parser != NO_PARSER
             if reasoning_parser
-            else any(tag.strip() in s for s in sources for tag in think),
+            else own is not None or any(tag.strip() in s for s in sources for tag in think),
             vocab_size=config.vocab_size,
             context_length=config.context_length,
         )
         if served.form is not None or served.reasons:
             ReplyRegions(form=form, has_calls=True, reasons=served.reasons, in_reasoning=False).reader()
         return served
-
-    @property
-    def form(self) -> ReplyFormat | None:
-        """How it writes calls of tools."""
-        return reply_formats().get(self.tool_call_parser)
 
     @property
     def writes_special_tokens(self) -> bool:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Tokens
 from tests.unit.router.fakes import FakeNode, Script, byte_level_tokenizer, joined_router, pair, write_model
 from tests.unit.router.scoring import entry
+from tests.unit.router.test_reply_parser import OWN_TEMPLATE
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"
@@ -334,3 +336,22 @@ def test_no_bound_may_be_said_as_minus_one(folder: Path) -> None:
             await client.embeddings.create(model="tiny", input="x")
 
     with_client(folder, "fine", use)
+
+
+def test_the_checkpoints_own_template_comes_first(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "own", chat_template=HERMES)
+    path = folder / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), "response_template": OWN_TEMPLATE}
+    path.write_text(json.dumps(config))
+
+    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
+        answered = (await client.chat.completions.create(**asked)).choices[0]
+        assert answered.message.content == "I look."
+        assert answered.message.model_extra == {"reasoning_content": "so", "reasoning": "so"}
+        (call,) = answered.message.tool_calls or ()
+        assert (call.function.name, call.function.arguments) == ("get", '{"n": 3}')
+        info = await client.get("/../server_info", cast_to=httpx.Response)
+        assert info.json()["tool_call_parser"] == "response_template"
+
+    with_client(folder, '<hm>so</hm>I look.<call get>{"n": 3}</call>', use)

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.reply_parser import NO_PARSER, ReplyRegions, family_of, find_family, reply_formats
+from router.text.reply_parser import (
+    NO_PARSER,
+    ReplyFormat,
+    ReplyRegions,
+    family_of,
+    find_family,
+    reply_formats,
+)
 from shared.errors import ConfigError
 
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
@@ -21,11 +28,11 @@ Read = tuple[str, str, list[tuple[str, str]]]
 
 
 def read(
-    family: str, text: str, cuts: list[int], *, reasons: bool = True, in_reasoning: bool = False
+    family: str | ReplyFormat, text: str, cuts: list[int], *, reasons: bool = True, in_reasoning: bool = False
 ) -> Read:
     """`text` in pieces; each call begins with its name, and indices follow each other."""
     regions = ReplyRegions(
-        form=reply_formats().get(family_of(family)),
+        form=family if isinstance(family, ReplyFormat) else reply_formats().get(family_of(family)),
         has_calls=True,
         reasons=reasons,
         in_reasoning=in_reasoning,
@@ -137,6 +144,46 @@ def test_any_cut_of_an_answer_is_read_alike(family: str, text: str, expected: Re
         assert read(family, text, cuts) == expected
 
     check()
+
+
+OWN_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "thinking": {"open": "<hm>", "close": "</hm>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": "<call (?P<name>[a-z]+)>",
+            "close": "</call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": ["<end>"], "content": "text"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '<hm>so</hm>I look.<call get>{"n": 3}</call><call b>{}</call><end>',
+            ("so", "I look.", [GET, ("b", "{}")]),
+        ),
+        ("<call get>{n</call>", ("", "{n", [])),
+        ("plain", ("", "plain", [])),
+    ],
+)
+def test_a_checkpoint_may_describe_its_answers_itself(text: str, expected: Read) -> None:
+    form = ReplyFormat.of_checkpoint(OWN_TEMPLATE)
+    assert read(form, text, []) == read(form, text, [*range(len(text))]) == expected
+    for broken in (
+        {},
+        {"fields": {"content": {"content": "x"}}},
+        {"fields": {"tool_calls": {"open_pattern": "("}}},
+    ):
+        with pytest.raises(ConfigError, match="response_template"):
+            ReplyFormat.of_checkpoint(broken)
 
 
 PARTS = [
