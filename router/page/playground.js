@@ -2,12 +2,14 @@
 
 import { byId, count, el, rate, seconds, setText } from "./dom.js";
 import { Failure, events } from "./http.js";
+import { Reply } from "./reply.js";
 import { Timeline } from "./timeline.js";
 
 const FINISHES = {
   stop: "Done: the model or a stop string ended it.",
   length: "Done: max tokens reached.",
   abort: "Ended: the request was aborted.",
+  tool_calls: "Done: the model calls a tool. Write its answer into the card, and run.",
 };
 
 export class Playground {
@@ -21,6 +23,7 @@ export class Playground {
     this.kind = "completion";
     this.drafts = { completion: "", chat: "" };
     this.turns = [];
+    this.reply = null;
     this.abort = null;
     this.refused = false;
     this.form.addEventListener("submit", (event) => {
@@ -94,13 +97,14 @@ export class Playground {
 
   newConversation() {
     this.turns = [];
+    this.reply = null;
     byId("turns").replaceChildren();
     byId("turns").hidden = true;
     setText(byId("run-status"), "A new conversation.");
     this.prompt.focus();
   }
 
-  // What to send where, and the element that takes the text. Null when there is nothing to send.
+  // What to send where, and what takes the answer. Null when there is nothing to send.
   request() {
     const stop = byId("stop").value.split("\n").filter((line) => line);
     const body = {
@@ -116,47 +120,70 @@ export class Playground {
     if (this.kind === "completion") {
       if (!this.prompt.value) return null;
       this.output.replaceChildren();
-      return { path: "/v1/completions", body: { ...body, prompt: this.prompt.value }, output: this.output };
+      const tell = (choice) => this.output.append(choice.text);
+      return { path: "/v1/completions", body: { ...body, prompt: this.prompt.value }, output: this.output, tell };
     }
-    if (!this.prompt.value.trim()) return null;
-    this.turns.push({ role: "user", content: this.prompt.value });
-    this.showTurn("user", this.prompt.value);
-    this.prompt.value = "";
+    const calls = this.reply?.calls.length ? this.reply : null;
+    const asked = calls ? calls.answers() : this.prompt.value.trim() && [{ role: "user", content: this.prompt.value }];
+    if (!asked) return null;
+    this.asked = { messages: asked, calls, shown: calls ? null : this.showTurn("user", this.prompt.value) };
+    calls?.close(true);
+    if (!calls) this.prompt.value = "";
+    this.turns.push(...asked);
     const system = byId("system").value.trim();
     const messages = system ? [{ role: "system", content: system }, ...this.turns] : [...this.turns];
-    return { path: "/v1/chat/completions", body: { ...body, messages }, output: this.showTurn("assistant", "") };
+    const tools = byId("tools").value.trim();
+    if (tools) body.tools = JSON.parse(tools);
+    const output = this.showTurn("assistant", "");
+    const reply = (this.reply = new Reply(output));
+    const tell = (choice) => reply.tell(choice.delta);
+    return { path: "/v1/chat/completions", body: { ...body, messages }, output, tell };
+  }
+
+  // Tools are a JSON list; the browser shows what is wrong with them.
+  checkTools() {
+    const field = byId("tools");
+    let wrong = "";
+    try {
+      if (field.value.trim() && !Array.isArray(JSON.parse(field.value))) wrong = "A JSON list of tools, as in OpenAI's API.";
+    } catch (error) {
+      wrong = `No JSON: ${error.message}`;
+    }
+    field.setCustomValidity(this.kind === "chat" ? wrong : "");
   }
 
   async run() {
+    this.checkTools();
     if (this.abort || !this.form.reportValidity()) return;
     const request = this.request();
     if (!request) {
-      setText(byId("run-status"), "Write a prompt first.");
-      this.prompt.focus();
+      const open = this.kind === "chat" && this.reply?.calls.find(({ answer }) => !answer.value);
+      setText(byId("run-status"), open ? "Answer the call first." : "Write a prompt first.");
+      (open ? open.answer : this.prompt).focus();
       return;
     }
     this.abort = new AbortController();
     this.begin();
-    const text = request.output.appendChild(document.createTextNode(""));
     let words;
     try {
-      words = await this.stream(request, text);
+      words = await this.stream(request);
     } catch (error) {
       words = error.name === "AbortError" ? "Stopped." : "";
       if (words === "") this.fail(error);
     }
-    if (this.kind === "chat") this.endTurn(request.output, text.data);
+    if (this.kind === "chat") this.endTurn(request.output);
     this.end(words);
   }
 
-  async stream({ path, body }, text) {
-    const scroller = text.parentNode.closest(".turns") ?? text.parentNode;
-    let waiting = "";
+  async stream({ path, body, output, tell }) {
+    const scroller = output.closest(".turns") ?? output;
+    let waiting = [];
     const flush = () => {
-      if (!waiting) return;
+      if (!waiting.length) return;
       const following = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 24;
-      text.appendData(waiting);
-      waiting = "";
+      waiting.forEach(tell);
+      output.normalize();
+      waiting = [];
       if (following) scroller.scrollTop = scroller.scrollHeight;
     };
     try {
@@ -165,8 +192,8 @@ export class Playground {
         const choice = event.choices[0];
         if (!choice) continue;
         this.timeline.tell(choice);
-        if (!waiting) requestAnimationFrame(flush);
-        waiting += choice.text ?? choice.delta?.content ?? "";
+        if (!waiting.length) requestAnimationFrame(flush);
+        waiting.push(choice);
         if (choice.finish_reason) this.finish = choice.finish_reason;
       }
     } finally {
@@ -242,7 +269,7 @@ export class Playground {
 
   showTurn(role, text) {
     const turn = el("div", `turn ${role}`);
-    const content = el("div", "turn-text", text);
+    const content = role === "user" ? el("div", "turn-text", text) : el("div", "turn-body");
     turn.append(el("div", "turn-role", role === "user" ? "You" : "Model"), content);
     byId("turns").append(turn);
     byId("turns").hidden = false;
@@ -251,15 +278,20 @@ export class Playground {
   }
 
   // A turn without an answer is removed, so that the next request does not have it.
-  endTurn(output, answer) {
+  endTurn(output) {
+    const answer = this.reply.message();
     if (answer) {
-      this.turns.push({ role: "assistant", content: answer });
+      this.turns.push(answer);
+      this.reply.calls[0]?.answer.focus();
       return;
     }
-    const asked = this.turns.pop();
-    output.parentNode.previousSibling.remove();
+    const { messages, calls, shown } = this.asked;
+    this.turns.length -= messages.length;
+    this.reply = calls;
+    calls?.close(false);
+    shown?.parentNode.remove();
     output.parentNode.remove();
     byId("turns").hidden = !this.turns.length;
-    if (!this.prompt.value) this.prompt.value = asked.content;
+    if (shown && !this.prompt.value) this.prompt.value = messages[0].content;
   }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from shared.protocol.messages import (
     Finish,
     LinkReport,
     Load,
+    NodeLimits,
     Prefill,
     ReqReport,
     Stamp,
@@ -31,6 +33,7 @@ from tests.unit.router.fakes import (
     pair,
     write_model,
 )
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, HERMES, TOOLS
 
 LOAD = Load(num_running=3, num_pages=100, num_free_pages=50, num_evictable_pages=30, num_held_pages=20)
 
@@ -254,6 +257,48 @@ def test_a_conversation(run: Run, browser: Browser, model_folder: Path) -> None:
             assert list(decode.all(Decode)[1].work.input_ids) == byte_level_tokenizer().encode(prompt).ids
             await site.page.click("#new-chat")
             assert await site.page.locator(".turn").count() == 0
+
+    run(scenario())
+
+
+def test_reasoning_is_folded_and_calls_are_answered_by_hand(
+    run: Run, browser: Browser, tmp_path: Path
+) -> None:
+    async def turns(node: FakeNode, message: Prefill | Decode) -> None:
+        prompt = byte_level_tokenizer().decode(list(message.work.input_ids))
+        await saying("It is <b>warm</b>." if "<tool>" in prompt else AUTO)(node, message)
+
+    async def scenario() -> None:
+        folder = write_model(tmp_path, chat_template=HERMES, context_length=2048)
+        limits = NodeLimits(context_length=2048, max_total_num_tokens=4096, max_running_requests=8)
+        async with pair(prefill=turns, decode=turns) as (prefill, decode):
+            prefill.limits = decode.limits = limits
+            async with opened(browser, folder, [prefill, decode]) as site:
+                await site.page.locator("#tab-chat[aria-disabled=false]").click()
+                await site.page.fill("#max-tokens", "300")
+                await site.page.fill("#tools", "{")
+                await site.page.fill("#prompt", "Warm?")
+                await site.page.keyboard.press("Enter")
+                assert not await site.page.locator("#tools").evaluate("field => field.checkValidity()")
+                await site.page.fill("#tools", json.dumps(TOOLS))
+                await site.page.focus("#prompt")
+                await site.page.keyboard.press("Enter")
+                await site.shows("#run-status", "the model calls a tool")
+                reply = site.page.locator(".turn.assistant").first
+                assert await reply.locator("details.reasoning").get_attribute("open") is None
+                assert await reply.locator("details .turn-text").text_content() == "hm"
+                assert await reply.locator(".turn-body > .turn-text").text_content() == "I look."
+                assert await reply.locator(".call-name").text_content() == "weather"
+                assert await reply.locator(".arguments").text_content() == ARGUMENTS
+                await site.page.click("#run")
+                await site.shows("#run-status", "Answer the call first.")
+                await reply.locator("textarea").fill("21 °C")
+                await site.page.click("#run")
+                await site.shows(".turn.assistant >> nth=1", "It is <b>warm</b>.")
+                prompt = byte_level_tokenizer().decode(list(decode.all(Decode)[-1].work.input_ids))
+                assert prompt.endswith(f"I look.(weather {ARGUMENTS})<tool>21 °C<assistant>")
+                assert await reply.locator("textarea").get_attribute("readonly") is not None
+                assert site.complaints == []
 
     run(scenario())
 
