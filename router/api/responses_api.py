@@ -353,16 +353,14 @@ class ResponseStore:
         items: Mapping[str, dict[str, Any]],
     ) -> None:
         """Keep a response with the conversation before it, and forget what has no place any more."""
+        self._forget(response_id)  # a client may name two alike
         messages = [*before, *items.values()]
         nbytes = 4 * sum(len(str(message)) for message in messages)
         self._kept[response_id] = StoredResponse(owner, messages, items, nbytes)
         self._response_of.update(dict.fromkeys(items, response_id))
         self._nbytes += nbytes
         while len(self._kept) > self.max_responses or self._nbytes > self.MAX_NBYTES:
-            _, forgotten = self._kept.popitem(last=False)
-            self._nbytes -= forgotten.nbytes
-            for item_id in forgotten.items:
-                del self._response_of[item_id]
+            self._forget(next(iter(self._kept)))
 
     def messages(self, response_id: str, owner: bytes) -> Sequence[dict[str, Any]]:
         """The conversation with this response. Raises RequestError where the owner has none of this id."""
@@ -372,6 +370,13 @@ class ResponseStore:
         """An item of a response, as a message. Raises RequestError where the owner has none of this id."""
         response_id = self._response_of.get(item_id, "")
         return self._find(response_id, owner, "input", f"item {item_id!r}").items[item_id]
+
+    def _forget(self, response_id: str) -> None:
+        forgotten = self._kept.pop(response_id, None)
+        if forgotten is not None:
+            self._nbytes -= forgotten.nbytes
+            for item_id in forgotten.items:
+                del self._response_of[item_id]
 
     def _find(self, response_id: str, owner: bytes, param: str, what: str) -> StoredResponse:
         if not self.max_responses:

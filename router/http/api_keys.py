@@ -226,7 +226,7 @@ def _is_one_of(digest: bytes, known: Sequence[bytes]) -> bool:
 
 def _given(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The key as `Authorization` has it; Anthropic's clients send it as `x-api-key`."""
-    values = dict(headers)
+    values = dict(reversed([*headers]))  # the first of each name counts
     return values.get(b"authorization") or b"Bearer " + values.get(b"x-api-key", b"")
 
 

@@ -412,7 +412,7 @@ class JsonCall:
         if (
             self._head is not None
             and not self._is_behind_name
-            and not self._text.lstrip().startswith(("[", "{"))
+            and not self._text[:_TAIL_CHARS].lstrip().startswith(("[", "{"))
         ):
             head = self._head.match(self._text)
             if head is None:

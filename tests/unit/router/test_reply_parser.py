@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -275,3 +276,24 @@ def test_reading_needs_no_torch() -> None:
         "R(form=None, has_calls=False, reasons=True, in_reasoning=False).reader(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("family", reply_formats())
+def test_what_is_held_back_and_looked_at_again_is_bounded(family: str) -> None:
+    """So the cost of a text is linear: patterns have bounded parts, and of any text little waits to become a tag."""
+    form = reply_formats()[family]
+    patterns = [form.name, form.dropped_pattern, form.close_behind, form.think_cut_by]
+    patterns += [form.call.get("open_pattern"), form.call.get("close_pattern")]
+    for pattern in filter(None, patterns):
+        assert not regex.search(r"(?<!\\)[*+](?![?+])", regex.sub(r"\[[^]]*\]", "[]", pattern)), pattern
+    for part in (*form.strings, *PARTS):
+        if not part.strip() or part in form.strings:
+            continue
+        regions = ReplyRegions(form=form, has_calls=True, reasons=False, in_reasoning=False, tools=TOOLS)
+        reader, num_told, num_fed = regions.reader(), 0, 0
+        for _ in range(400):
+            said = reader.feed([part])
+            num_told += len(said.content) + sum(len(call.arguments) for call in said.calls)
+            num_fed += len(part)
+        if not reader.num_calls and reader._region == "content":
+            assert num_fed - num_told <= 600, part
