@@ -142,7 +142,7 @@ async def read_chat(
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     reasoning = _reasoning(model, text)
     if calls is not None:
-        params = msgspec.structs.replace(params, grammar=calls.grammar_behind(reasoning).grammar)
+        params = msgspec.structs.replace(params, grammar=calls.grammar_behind(reasoning, model.form).grammar)
     reads = _reads(body, model, calls, reasoning)
     if reads is not None and model.writes_special_tokens:
         options = replace(options, skip_special_tokens=False)
@@ -333,7 +333,9 @@ def _reads(
         is_named=isinstance(calls, EnforcedCalls) and calls.is_named,
     )
     if isinstance(calls, ForcedCall):
-        return replace(calls, before=replace(regions, has_calls=False, reasons=True) if reasoning else None)
+        is_framed = form is not None and form.is_framed
+        before = replace(regions, has_calls=False, reasons=True) if reasoning or is_framed else None
+        return replace(calls, before=before)
     return regions if has_calls or reasons or (form is not None and form.is_framed) else None
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from router.http.wording import wrong
 from router.request.sampling import AskedGrammar
-from router.text.reply_parser import CallDelta, JsonCall, ReplyDelta, ReplyRegions
+from router.text.reply_parser import CallDelta, JsonCall, ReplyDelta, ReplyFormat, ReplyRegions
 from shared.grammar.schema_keywords import LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, SINGLE_SCHEMAS
 from shared.protocol.sampling_params import CallGrammar, Grammar
 
@@ -75,12 +75,13 @@ class ForcedCall:
         grammar = _json_grammar(where, {"anyOf": calls, "$defs": parameters})
         return cls(name=None, grammar=grammar, finish_reason="tool_calls")
 
-    def grammar_behind(self, reasoning: Reasoning) -> AskedGrammar:
-        """The grammar of the whole answer."""
-        if not reasoning:
+    def grammar_behind(self, reasoning: Reasoning, form: ReplyFormat | None) -> AskedGrammar:
+        """The grammar of the whole answer of a model of this form."""
+        around = _around(form)
+        if not reasoning and not around.get("frame"):
             return self.grammar
         schema = msgspec.json.decode(self.grammar.grammar.text)
-        return _asked(self.grammar.field, CallGrammar(schema=schema, reasoning=reasoning))
+        return _asked(self.grammar.field, CallGrammar(schema=schema, reasoning=reasoning, **around))
 
     def reader(self) -> ForcedReader:
         """A reader for one answer."""
@@ -98,11 +99,11 @@ class EnforcedCalls:
     @property
     def grammar(self) -> AskedGrammar:
         """The grammar of an answer without reasoning."""
-        return self.grammar_behind("")
+        return self.grammar_behind("", None)
 
-    def grammar_behind(self, reasoning: Reasoning) -> AskedGrammar:
-        """The grammar of the whole answer."""
-        return _asked(self.field, msgspec.structs.replace(self.calls, reasoning=reasoning))
+    def grammar_behind(self, reasoning: Reasoning, form: ReplyFormat | None) -> AskedGrammar:
+        """The grammar of the whole answer of a model of this form."""
+        return _asked(self.field, msgspec.structs.replace(self.calls, reasoning=reasoning, **_around(form)))
 
 
 class ForcedReader:
@@ -140,6 +141,12 @@ class ForcedReader:
         elif text or (self._name and self._before is None):  # the text is the arguments
             name, self._name = self._name, None
             yield CallDelta(0, text, name)
+
+
+def _around(form: ReplyFormat | None) -> dict[str, Any]:
+    """What models of this form write around reasoning and an answer in JSON."""
+    names = ("think", "behind_reasoning", "frame")
+    return {} if form is None else {name: getattr(form, name) for name in names}
 
 
 def _json_grammar(field: str, schema: Mapping[str, Any]) -> AskedGrammar:

@@ -50,6 +50,9 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the dropped strings stand around all text, also where there are no tools."""
     think: tuple[str, str] = THINK
     """What begins and ends reasoning, and a regular expression of a call that may end it too."""
+    behind_reasoning: str = ""
+    """What comes between reasoning and an answer in JSON, if it is not space, and what begins such an answer."""
+    frame: str = ""
     think_cut_by: str | None = None
     close_behind: str | None = None
     """A regular expression of what is before the end of a call. Elsewhere its `close` is part of the arguments."""

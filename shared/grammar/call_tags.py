@@ -12,6 +12,7 @@ import msgspec
 import xgrammar
 from xgrammar.structural_tag import (
     AnyTextFormat,
+    ConstStringFormat,
     Format,
     JSONSchemaFormat,
     OptionalFormat,
@@ -25,15 +26,13 @@ from shared.grammar.nesting import check_nesting
 from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import CallGrammar, Grammar
 
-THINK = ("<think>", "</think>")
-_BEHIND_REASONING = r"[ \n]{0,4}"
 
-
-def written_by(family: str) -> str:
+def written_around(calls: CallGrammar) -> str:
     """What the models of a family write around a call, in a text of any form."""
+    family = calls.family
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     tag = xgrammar.get_model_structural_tag(family, [tool], "required", "disabled") if family else ""
-    return f"{THINK}{tag}"
+    return f"{calls.written}{tag}"
 
 
 def structural_tag(calls: CallGrammar, max_whitespace: int) -> xgrammar.StructuralTag:
@@ -41,9 +40,12 @@ def structural_tag(calls: CallGrammar, max_whitespace: int) -> xgrammar.Structur
     tail = _json(calls, max_whitespace) if calls.schema is not None else _tags(calls, max_whitespace)
     if not calls.reasoning:
         return xgrammar.StructuralTag(format=tail)
-    begin = THINK[0] if calls.reasoning == "free" else ""
-    thought = TagFormat(begin=begin, content=AnyTextFormat(excludes=[*THINK]), end=THINK[1])
-    prefix: Format = SequenceFormat(elements=[thought, RegexFormat(pattern=_BEHIND_REASONING)])
+    begin, end = calls.think
+    free = AnyTextFormat(excludes=[begin, end])
+    thought = TagFormat(begin=begin if calls.reasoning == "free" else "", content=free, end=end)
+    behind = calls.behind_reasoning
+    follows = ConstStringFormat(value=behind) if behind else RegexFormat(pattern=r"[ \n]{0,4}")
+    prefix: Format = SequenceFormat(elements=[thought, follows])
     if calls.reasoning == "free":
         prefix = OptionalFormat(content=prefix)
     return xgrammar.StructuralTag(format=SequenceFormat(elements=[prefix, tail]))
@@ -51,7 +53,8 @@ def structural_tag(calls: CallGrammar, max_whitespace: int) -> xgrammar.Structur
 
 def _json(calls: CallGrammar, max_whitespace: int) -> Format:
     schema = json.loads(_checked(calls.schema, "calls"))
-    return JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=max_whitespace)
+    answer = JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=max_whitespace)
+    return SequenceFormat(elements=[ConstStringFormat(value=calls.frame), answer]) if calls.frame else answer
 
 
 def _tags(calls: CallGrammar, max_whitespace: int) -> Format:

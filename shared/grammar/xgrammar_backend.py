@@ -17,7 +17,7 @@ import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from shared.errors import RequestError
-from shared.grammar.call_tags import structural_tag, written_by
+from shared.grammar.call_tags import structural_tag, written_around
 from shared.grammar.nesting import check_nesting
 from shared.grammar.regex_syntax import regex_for_xgrammar
 from shared.grammar.schema_keywords import check_keywords
@@ -224,7 +224,7 @@ class XGrammarBackend:
                     compiled = self._compiler.compile_grammar(grammar.text)
                 case "calls":
                     calls = msgspec.json.decode(grammar.text, type=CallGrammar)
-                    compiler, pieces = self._call_compiler(calls.family)
+                    compiler, pieces = self._call_compiler(calls)
                     compiled = compiler.compile_structural_tag(structural_tag(calls, MAX_WHITESPACE))
         except (RuntimeError, ValueError) as error:
             message = _SOURCE_LINE.sub("", str(error)).strip()
@@ -233,11 +233,12 @@ class XGrammarBackend:
             raise RequestError(f"{grammar.kind}: {message}", param=grammar.kind) from None
         return XGrammarCompiled(compiled, pieces, self._after, self._encode)
 
-    def _call_compiler(self, family: str) -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
+    def _call_compiler(self, calls: CallGrammar) -> tuple[xgrammar.GrammarCompiler, list[bytes]]:
         """A compiler for which the special tokens that a family writes have text, and the bytes of all tokens."""
+        family = calls.family + calls.written
         with self._lock:
             if family not in self._call_compilers:
-                pieces, written = [*self._pieces], written_by(family)
+                pieces, written = [*self._pieces], written_around(calls)
                 for token_id, text in self._special_texts.items():
                     if text in written:
                         pieces[token_id] = text.encode()

@@ -45,6 +45,17 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     schema: dict[str, Any] | None = None
     reasoning: Literal["", "open", "free"] = ""
     """None, as the prompt ends in it, or as the model likes."""
+    think: tuple[str, str] = ("<think>", "</think>")
+    """What begins and ends reasoning."""
+    behind_reasoning: str = ""
+    """What follows it; some space where it is empty."""
+    frame: str = ""
+    """What comes before an answer that is JSON."""
+
+    @property
+    def written(self) -> str:
+        """What models write around calls, without what a client has sent."""
+        return f"{self.think}{self.behind_reasoning}{self.frame}"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from router.api.tool_calls import ForcedCall
 from router.text.reply_parser import ReplyRegions, reply_formats
 from shared.errors import RequestError
 from shared.grammar.xgrammar_backend import XGrammarBackend, XGrammarMatcher
@@ -27,7 +29,10 @@ TOOLS: list[dict[str, Any]] = [
     {"function": {"name": name, "parameters": SCHEMA, "strict": True}} for name in ("get", "set")
 ]
 EOS = 0
-SPECIAL = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>", "</think>")
+SPECIAL = (
+    *("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>", "</think>"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +123,21 @@ def test_a_model_of_no_family_reasons_and_writes_json(backend: XGrammarBackend) 
     assert say(matcher(backend, calls), backend, '<think>hm</think>\n{"city": "Rome", "n": 1}')
     assert say(matcher(backend, calls), backend, '{"city": "Rome", "n": 1}')
     assert not say(matcher(backend, calls), backend, '<think>hm</think>\n{"city": "Bonn"')
+
+
+def test_gpt_oss_reasons_in_its_own_channel(backend: XGrammarBackend) -> None:
+    form = reply_formats()["gpt-oss"]
+    call = ForcedCall.named("get", SCHEMA, "tools[0].function.parameters")
+    grammar = call.grammar_behind("free", form).grammar
+    answer = '<|channel|>final<|message|>{"city": "Rome", "n": 1}'
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for text in (answer, thought + answer):
+        assert say(backend.compile(grammar).new_matcher(), backend, text)
+        regions = ReplyRegions(form=form, has_calls=False, reasons=True, in_reasoning=False)
+        said = dataclasses.replace(call, before=regions).reader().feed([text], "")
+        assert said.reasoning == ("hm" if text != answer else "")
+        assert [(one.name, one.arguments) for one in said.calls] == [("get", '{"city": "Rome", "n": 1}')]
+    assert not say(backend.compile(grammar).new_matcher(), backend, "{")
 
 
 def test_with_auto_text_is_free_and_a_strict_call_keeps_to_its_schema(backend: XGrammarBackend) -> None:
