@@ -1,4 +1,4 @@
-"""A node that dies in the middle of reasoning or of a call changes nothing of what the client gets."""
+"""A node that dies or is drained in the middle of reasoning or of a call changes nothing for the client."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ def place(text: str) -> int:
     return len(byte_level_tokenizer().encode(AUTO[: AUTO.index(text)]).ids)
 
 
+@pytest.mark.parametrize("how", ["dies", "drains"])
 @pytest.mark.parametrize("burst", [1, 4])
 @pytest.mark.parametrize(
-    "dies_at", ["hm", "\n</think>", "I look", "_call>\n", 'me": "weather', "city", "rich", "{}"]
+    "leaves_at", ["hm", "\n</think>", "I look", "_call>\n", 'me": "weather', "city", "rich", "{}"]
 )
-def test_a_failover_in_the_middle(tmp_path: Path, dies_at: str, burst: int) -> None:
+def test_a_node_that_leaves_in_the_middle(tmp_path: Path, leaves_at: str, burst: int, how: str) -> None:
     async def first(node: FakeNode, message: Prefill | Decode) -> None:
         position = len(message.work.output_ids)
         node.tokens(message.key, position, IDS[position : position + 1])
 
     async def rest(node: FakeNode, message: Prefill | Decode) -> None:
-        """Tell what is left, some tokens at a time; whoever begins it dies on the way."""
+        """Tell what is left, some tokens at a time; whoever begins it leaves on the way."""
         begin = len(message.work.output_ids)
-        end = place(dies_at) if not begin else len(IDS)
+        end = place(leaves_at) if not begin else len(IDS)
         for position in range(begin, end, burst):
             await asyncio.sleep(0.001)
             ids = IDS[position : min(position + burst, end)]
@@ -43,7 +44,10 @@ def test_a_failover_in_the_middle(tmp_path: Path, dies_at: str, burst: int) -> N
             node.tokens(message.key, position, ids, finish)
         if not begin:
             await asyncio.sleep(0.05)
-            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(node.stop()))
+            if how == "drains":
+                node.drain()
+            else:
+                asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(node.stop()))
 
     async def run() -> None:
         folder = write_model(tmp_path / "model", chat_template=HERMES)
@@ -56,7 +60,7 @@ def test_a_failover_in_the_middle(tmp_path: Path, dies_at: str, burst: int) -> N
         ):
             asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "stream": True}
             chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
-            assert len(one.all(Decode)) == len(other.all(Decode)) == 1, "it has failed over"
+            assert len(one.all(Decode)) == len(other.all(Decode)) == 1, "it went on elsewhere"
             deltas = [chunk.choices[0].delta for chunk in chunks]
             extra = [delta.model_extra or {} for delta in deltas]
             assert "".join(fields.get("reasoning_content", "") for fields in extra) == "hm"
