@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from router.http.config import HttpOptions
-from shared.protocol.messages import Decode, NodeLimits
+from shared.protocol.messages import Decode, Failed, NodeLimits, Prefill
 from tests.patience import eventually
-from tests.unit.router.fakes import FakeNode, joined_router, pair, write_model
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, pair, write_model
 from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, TEMPLATE, tells
 from tests.unit.router.test_responses_api import prompt_of
 
@@ -171,3 +171,29 @@ def test_errors_have_their_own_form(
         assert unknown.status_code == 401 and unknown.json()["error"]["type"] == "authentication_error"
 
     with_server(hermes, "fine", use)
+
+
+def test_a_failure_in_the_middle_of_a_stream(hermes: Path) -> None:
+    async def fails(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, byte_level_tokenizer().encode("fi").ids)
+        await asyncio.sleep(0.3)  # so that the stream has begun
+        node.send(Failed(message.key, 400, "it broke", "seed"))
+
+    async def run() -> None:
+        first, _ = tells("fine")
+        async with (
+            pair(prefill=first, decode=fails) as nodes,
+            joined_router(hermes, list(nodes)) as (_, http),
+        ):
+            answer = await http.post("/v1/messages", json={**ASKED, "max_tokens": 9, "stream": True})
+            *_, last = answer.text.strip().split("\n\n")
+            name, data = last.split("\n")
+            told = json.loads(data.removeprefix("data: "))
+            assert name == "event: error" and told["type"] == "error" and told["error"]["message"]
+            answer = await http.post("/v1/responses", json={"input": "x", "stream": True})
+            *_, last = answer.text.strip().split("\n\n")
+            name, data = last.split("\n")
+            told = json.loads(data.removeprefix("data: "))
+            assert name == "event: error" and told["message"] and told["sequence_number"] > 1
+
+    asyncio.run(run())
