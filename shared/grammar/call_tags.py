@@ -19,12 +19,17 @@ from xgrammar.structural_tag import (
     RegexFormat,
     SequenceFormat,
     TagFormat,
+    TagsWithSeparatorFormat,
+    TriggeredTagsFormat,
 )
 
 from shared.errors import RequestError
 from shared.grammar.nesting import check_nesting
 from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import CallGrammar, Grammar
+
+_SEPARATORS = {"llama": "; "}
+"""Between two calls, where it is no line break."""
 
 
 def written_around(calls: CallGrammar) -> str:
@@ -64,7 +69,7 @@ def _tags(calls: CallGrammar, max_whitespace: int) -> Format:
         what = f"calls: the parameters of {function['name']!r}"
         checked = json.loads(_checked(function["parameters"], what))
         tools.append({"type": "function", "function": {**function, "parameters": checked}})
-    return xgrammar.get_model_structural_tag(
+    tag = xgrammar.get_model_structural_tag(
         calls.family,
         tools,
         calls.choice,
@@ -72,6 +77,13 @@ def _tags(calls: CallGrammar, max_whitespace: int) -> Format:
         max_whitespace_cnt=max_whitespace,
         parallel_tool_calls=calls.parallel,
     ).format
+    if calls.choice == "auto" or not isinstance(tag, TriggeredTagsFormat):
+        return tag
+    # Calls alone: behind one, a weak model would go on with text until max_tokens.
+    separator = _SEPARATORS.get(calls.family, "\n")
+    return TagsWithSeparatorFormat(
+        tags=tag.tags, separator=separator, at_least_one=True, stop_after_first=not calls.parallel
+    )
 
 
 def _checked(schema: object, what: str) -> str:

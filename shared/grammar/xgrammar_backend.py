@@ -44,6 +44,8 @@ Masks = Mapping[bytes, np.ndarray]
 _NO_UTF8 = {0xE0: (0x80, 0xA0), 0xED: (0xA0, 0xC0), 0xF0: (0x80, 0x90)}
 """First bytes of a character, and the second bytes that XGrammar allows there although UTF-8 does not."""
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_CALLS = msgspec.json.Decoder(CallGrammar)
+"""Made here, as two threads must not be the first to decode a type."""
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
@@ -223,7 +225,7 @@ class XGrammarBackend:
                 case "ebnf":
                     compiled = self._compiler.compile_grammar(grammar.text)
                 case "calls":
-                    calls = msgspec.json.decode(grammar.text, type=CallGrammar)
+                    calls = _CALLS.decode(grammar.text)
                     compiler, pieces = self._call_compiler(calls)
                     compiled = compiler.compile_structural_tag(structural_tag(calls, MAX_WHITESPACE))
         except (RuntimeError, ValueError) as error:

@@ -53,6 +53,11 @@ class _Sizes(msgspec.Struct, frozen=True):
         return [("map", range(n), _SMALL_NBYTES), *latencies, ("all", range(n + 3, 2 * n + 3), self.nbytes)]
 
 
+# Made here, since a process crashes in which two threads decode a type for the first time at the same moment: msgspec
+# shows the second one what the first has not filled in yet.
+_SIZES = msgspec.msgpack.Decoder(_Sizes)
+_FLAG = msgspec.msgpack.Decoder(bool)
+_RATE = msgspec.msgpack.Decoder(LinkRate)
 _Value = TypeVar("_Value")
 
 
@@ -68,9 +73,9 @@ class _Trial:
         """Tell the peer."""
         self.spec.store.post(f"rehearsal/{name}", msgspec.msgpack.encode(value))
 
-    def take(self, name: str, kind: type[_Value]) -> _Value:
+    def take(self, name: str, decoder: msgspec.msgpack.Decoder[_Value]) -> _Value:
         """Wait for what the peer tells."""
-        return msgspec.msgpack.decode(self.spec.store.take(f"rehearsal/{name}"), type=kind)
+        return decoder.decode(self.spec.store.take(f"rehearsal/{name}"))
 
     @contextmanager
     def leaving(self, ops: Sequence[Op]) -> Iterator[None]:
@@ -113,14 +118,14 @@ class Rehearsal:
             raise LinkError(f"rehearsal: {error}") from None
 
     def _receive(self, trial: _Trial) -> LinkRate:
-        theirs = trial.take("sizes", _Sizes)
+        theirs = trial.take("sizes", _SIZES)
         num_messages = min(theirs.num_messages, trial.link.max_arrivals)
         nbytes = min(theirs.nbytes, trial.spec.slot_nbytes, _MAX_NBYTES // num_messages)
         sizes = _Sizes(num_messages, nbytes // _SMALL_NBYTES * _SMALL_NBYTES)
         trial.post("agreed", sizes)
         target = torch.empty(sizes.nbytes, dtype=torch.uint8, device=self._device)
         target.fill_(0)  # memory is made by its first touch, which is no part of a copy
-        trial.take("ready", bool)
+        trial.take("ready", _FLAG)
         _, *latencies_s, seconds = [self._receive_some(trial, target, *step) for step in sizes.steps]
         gb_s = num_messages * sizes.nbytes / seconds / 1e9
         rate = LinkRate(gb_s=gb_s, latency_ms=1e3 * min(latencies_s))
@@ -158,7 +163,7 @@ class Rehearsal:
         ring = trial.spec.ring
         assert ring is not None, "a sender has slots"
         trial.post("sizes", _Sizes(ring.num_slots, ring.slot_nbytes))
-        sizes = trial.take("agreed", _Sizes)
+        sizes = trial.take("agreed", _SIZES)
         too_large = sizes.num_messages > ring.num_slots or sizes.nbytes > ring.slot_nbytes
         if too_large or sizes.nbytes % _SMALL_NBYTES:
             raise LinkError(f"the peer asks for {sizes}")
@@ -177,7 +182,7 @@ class Rehearsal:
         finally:
             for slot in slots:
                 ring.give_back(slot)
-        return trial.take("rate", LinkRate)
+        return trial.take("rate", _RATE)
 
     def _synchronize(self) -> None:
         """Wait for what this thread has queued on the device."""
@@ -189,7 +194,7 @@ def _send_some(
     trial: _Trial, name: str, numbers: range, slots: Sequence[Slot], nbytes: int, digest: int
 ) -> None:
     """Send one message from each slot, or from the first ones, when the receiver asks for them."""
-    trial.take(f"go {name}", bool)
+    trial.take(f"go {name}", _FLAG)
     ops: list[Op] = []
     with trial.leaving(ops):
         for number, slot in zip(numbers, slots, strict=False):

@@ -98,6 +98,24 @@ def test_what_the_grammar_writes_is_read_as_one_call(backend: XGrammarBackend, f
         assert arguments["city"].strip() in ("Rome", "Zürich {}") and isinstance(arguments["n"], int)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_calls_are_all_that_is_written(backend: XGrammarBackend, family: str) -> None:
+    calls = CallGrammar(family=FAMILIES[family], tools=TOOLS)
+    one = write(matcher(backend, msgspec.structs.replace(calls, parallel=False)), backend, 1)
+    answer = matcher(backend, calls)
+    assert say(answer, backend, one) and not say(answer, backend, "I")
+
+
+@pytest.mark.parametrize(("family", "separator"), [("hermes", "\n"), ("qwen3_coder", "\n"), ("llama3", "; ")])
+def test_several_calls_may_be_forced(backend: XGrammarBackend, family: str, separator: str) -> None:
+    calls = CallGrammar(family=FAMILIES[family], tools=TOOLS)
+    alone = msgspec.structs.replace(calls, parallel=False)
+    one = write(matcher(backend, alone), backend, 1)
+    assert say(matcher(backend, calls), backend, one + separator + one)
+    assert len(read(family, one + separator + one)) == 2
+    assert not say(matcher(backend, alone), backend, one + separator + one)
+
+
 @pytest.mark.parametrize(
     ("reasoning", "text", "allowed"),
     [
