@@ -125,6 +125,18 @@ def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> None:
     with_server(hermes, "fine", use)
 
 
+def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> None:
+    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+        for stream in (False, True):
+            asked = {**ASKED, "stop_sequences": ["ex"], "stream": stream}
+            body = (await http.post("/v1/messages", json=asked)).text
+            deltas = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: ")]
+            told = "".join(event.get("delta", {}).get("text", "") for event in deltas)
+            assert told == "fine" if stream else '"text":"fine"' in body
+
+    with_server(write_model(tmp_path / "plain", chat_template=TEMPLATE), "fine", use)
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [('{"city": "Zü', {"city": "Zü"}), ('{"city" 1', {"INVALID_JSON": '{"city" 1'})],

@@ -30,8 +30,9 @@ def prompt_of(decode: FakeNode) -> str:
 def test_an_answer_with_reasoning_text_and_a_call(hermes: Path) -> None:
     async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
         answer = await client.responses.create(
-            model="tiny", input="Warm?", tools=TOOLS, instructions="Be brief."
+            model="tiny", input="Warm?", tools=TOOLS, instructions="Be brief.", metadata={"a": "b"}
         )
+        assert answer.metadata == {"a": "b"} and answer.instructions == "Be brief." and answer.store is False
         assert prompt_of(decode).endswith("<system>Be brief.<user>Warm?<assistant>")
         reasoning, message, call = answer.output
         assert reasoning.type == "reasoning" and reasoning.content and reasoning.content[0].text == "hm"

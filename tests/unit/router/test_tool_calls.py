@@ -91,6 +91,7 @@ def test_a_named_function_needs_no_envelope() -> None:
         ('{"name": "weather", "arguments": {"city": "Zürich"}}', False),
         ('{"name": "later", "arguments": {}}', False),
         ('{"arguments": {}, "name": "now"}', False),
+        ('{"name": "now", "arguments": {}, "more": 1}', False),
     ],
 )
 def test_one_grammar_for_several_functions(text: str, fits: bool) -> None:
