@@ -13,16 +13,16 @@ from shared.kvcache.host_pages import HostPages
 from shared.model.config import ModelConfig
 from shared.protocol.messages import KVLayout, NodeLimits
 
-_HOST_PAGE_NBYTES = 1
-"""Host pages are counted; what they take is not simulated."""
 
+def sim_engine(config: NodeConfig, stream: SimStream, clock: NodeClock, page_nbytes: int) -> Engine:
+    """An Engine over `stream`, under the clock of one simulated node. `config` has the tokens of its pool.
 
-def sim_engine(config: NodeConfig, stream: SimStream, clock: NodeClock) -> Engine:
-    """An Engine over `stream`, under the clock of one simulated node. `config` has the tokens of its pool."""
+    `page_nbytes` is what a page of KV takes, by which `--retract-policy auto` weighs a copy against a prefill.
+    """
     cache, num_rows = config.cache, config.schedule.max_running_requests
     assert cache.max_total_tokens is not None and config.model.context_length is not None
     num_pages = cache.max_total_tokens // cache.page_size + 1
-    host = HostPages((cache.host_kv_tokens or 0) // cache.page_size, _HOST_PAGE_NBYTES)
+    host = HostPages((cache.host_kv_tokens or 0) // cache.page_size, page_nbytes)
     context_length = config.model.context_length
     return Engine(
         model_config=_model_config(context_length),

@@ -132,7 +132,7 @@ class SimNode:
             fail=shape.forward_fault,
             rng=transport.random,
         )
-        engine = sim_engine(config, self.stream, self.clock)
+        engine = sim_engine(config, self.stream, self.clock, shape.page_size * shape.kv_bytes_per_token)
         self.ledger, self.limits = engine.ledger, engine.limits
         self.vitals = SimVitals(self.ledger, engine.progress, self.clock)
         self.vitals.audits = audits

@@ -7,10 +7,11 @@ engine hears the same, turn by turn. It has no model: its tokens are those that 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from prefill_node.scheduler import PrefillScheduler
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine
+from shared.engine.forward_stream import CopyResult
 from shared.engine.loop_parts import NodeParts
 from shared.kvcache.host_pages import PageCopy
 from shared.kvtransfer.sides import TransferSides
@@ -57,10 +59,11 @@ class Turn:
 
 @dataclass
 class Recording:
-    """All turns of one node, and the ends of its forwards and the seconds of its copies, in launch order."""
+    """All turns of one node; in launch order, the ends of its forwards and the seconds of its copies."""
 
     role: Role
     config: NodeConfig
+    page_nbytes: int
     turns: list[Turn] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     copies_s: list[float] = field(default_factory=list)
@@ -96,9 +99,23 @@ def tap_plans(
     launcher.turn = tapped
 
 
-def record(node: Node, config: NodeConfig) -> Recording:
+class TimedCopy:
+    """A copy, said to have taken as long as a test wants: a real one takes what the machine's other work lets it."""
+
+    def __init__(self, copy: CopyResult, seconds: float) -> None:
+        self._copy, self._seconds = copy, seconds
+
+    def wait(self) -> float:
+        self._copy.wait()
+        return self._seconds
+
+
+def record(node: Node, config: NodeConfig, seconds_of_copies: Iterator[float]) -> Recording:
     """Record `node` from now on."""
-    of, clock = Recording(node.role, config), node.engine.clock
+    engine = node.engine
+    of, clock = Recording(node.role, config, engine.ledger.host.page_nbytes), engine.clock
+    copy = engine.stream.copy
+    engine.stream.copy = lambda pages: TimedCopy(copy(pages), next(seconds_of_copies))  # type: ignore[method-assign]
 
     def ended(outcome: Outcome, num_forwards: int) -> None:
         of.ends += [clock()] * num_forwards
@@ -127,6 +144,10 @@ class RecordedStream(SimStream):
 
     def copy(self, pages: PageCopy) -> SimCopyResult:
         return SimCopyResult(self._clock, self._clock(), self._copies_s.popleft())
+
+
+class DecidesOtherwise(Exception):
+    """The plan of a turn is another one than was recorded."""
 
 
 class HeardSide:
@@ -176,7 +197,7 @@ def replay(of: Recording, schedule: ScheduleOptions | None = None) -> int | None
     config = replace(of.config, schedule=schedule or of.config.schedule)
     loop = EventLoop()
     clock = NodeClock(loop)
-    engine = sim_engine(config, RecordedStream(clock, of), clock)
+    engine = sim_engine(config, RecordedStream(clock, of), clock, of.page_nbytes)
     vitals = SimVitals(engine.ledger, engine.progress, clock)
     hello = NodeHello(NodeRef("n", "n", "sim"), of.role, engine.layout, engine.limits, {}, PROTOCOL_VERSION)
     port = HeardPort(Nowhere(), hello, vitals.load, None, clock)  # type: ignore[arg-type]
@@ -190,17 +211,20 @@ def replay(of: Recording, schedule: ScheduleOptions | None = None) -> int | None
         wake=threading.Event(),
     )
     scheduler: Any = (PrefillScheduler if of.role is Role.PREFILL else DecodeScheduler)(parts)
-    plans: list[PlanRecord] = []
-    tap_plans(
-        scheduler._launcher, lambda plan: plans.append(record_of(plan)), lambda outcome, num_forwards: None
-    )
+
+    def compare(plan: Plan) -> None:
+        if record_of(plan) != turn.plan:
+            raise DecidesOtherwise
+
+    tap_plans(scheduler._launcher, compare, lambda outcome, num_forwards: None)
     for n, turn in enumerate(of.turns):
         port.heard, receiver.heard, sender.heard = turn.messages, turn.received, turn.sent
         loop.now, clock.in_step = turn.at, True
-        scheduler.step()
-        clock.in_step = False
-        if plans[-1] != turn.plan:
+        try:
+            scheduler.step()
+        except DecidesOtherwise:
             return n
+        clock.in_step = False
     return None
 
 
@@ -229,7 +253,7 @@ def node_config(model: Path, *, pool_tokens: int, host_kv_tokens: int = 0, **sch
 
 def run(model: Path, **schedule: Any) -> tuple[Recording, Recording]:
     """A prefill node and a decode node that is too small for what runs on it, some of which it prefills by itself."""
-    host_kv_tokens = schedule.pop("host_kv_tokens", 0)
+    host_kv_tokens, copies_s = schedule.pop("host_kv_tokens", 0), schedule.pop("copies_s", (1e-4,))
     prefill = node_config(model, pool_tokens=512, **{**schedule, "retract_policy": "auto"})
     decode = node_config(model, pool_tokens=320, host_kv_tokens=host_kv_tokens, **schedule)
     rng = random.Random(3)
@@ -242,7 +266,8 @@ def run(model: Path, **schedule: Any) -> tuple[Recording, Recording]:
         1, 1, lambda config: build_engine(config, lambda what, fraction: None), prefill, decode_config=decode
     ) as cluster:
         nodes = cluster.nodes["p0"], cluster.nodes["d0"]
-        recordings = record(nodes[0], prefill), record(nodes[1], decode)
+        seconds = itertools.cycle(copies_s)
+        recordings = record(nodes[0], prefill, seconds), record(nodes[1], decode, seconds)
         while len(keys) < NUM_REQS or not all(cluster.router.answers[key].ended for key in keys):
             if len(keys) < NUM_REQS and rng.random() < 0.6:
                 ids = rng.choice(beginnings)[: rng.randrange(41)] + rng.choices(VOCAB, k=rng.randint(1, 30))
@@ -264,6 +289,12 @@ CASES = {
     },
     "host": {"retract_policy": "host", "host_kv_tokens": 160},
     "auto": {"retract_policy": "auto", "host_kv_tokens": 320, "retract_every": 7},
+    "auto, copies slow at times": {
+        "retract_policy": "auto",
+        "host_kv_tokens": 320,
+        "retract_every": 7,
+        "copies_s": (1e-4, 1e-4, 3e-2, 1e-3, 2e-1),
+    },
 }
 
 
@@ -289,6 +320,7 @@ def test_the_load_has_chunks_and_retraction(recorded: dict[str, tuple[Recording,
         copies = [copy for plan in plans for copy in plan.copies]
         assert retracted or copies, f"{name}: nothing is retracted"
         assert bool(copies) == ("host_kv_tokens" in CASES[name])
+        assert retracted or "copies_s" not in CASES[name], f"{name}: nothing is prefilled again"
 
 
 PLANTED = [
