@@ -48,6 +48,12 @@ class ModelOptions:
         "is enough (without a tokenizer the router needs --skip-tokenizer-init)",
         choices=("auto", "dummy"),
     )
+    quantization: str | None = flag(
+        None,
+        "quantize the weights while they are loaded: int8 (a scale for each output) or int4 (groups of 64 inputs; "
+        "lm_head in int8), and activations to 8 bits; None: as the checkpoint is",
+        choices=("int8", "int4"),
+    )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = flag(
         "auto",

@@ -17,6 +17,7 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.torch_ops import TorchOps
 from shared.kernels.reference import extend_attention
 from shared.kernels.triton.attention_work import Header
+from shared.model.linear import Linear
 from shared.model.ops import Rotary
 
 
@@ -151,11 +152,9 @@ class RowwiseOps:
     def make(cls, *args: Any) -> RowwiseOps:
         return cls(TorchOps(*args))
 
-    def linear(
-        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        rows = [self.ops.linear(x_TK[i : i + 1], weight_NK, bias_N) for i in range(len(x_TK))]
-        return torch.cat(rows) if rows else self.ops.linear(x_TK, weight_NK, bias_N)
+    def linear(self, x_TK: torch.Tensor, linear: Linear) -> torch.Tensor:
+        rows = [self.ops.linear(x_TK[i : i + 1], linear) for i in range(len(x_TK))]
+        return torch.cat(rows) if rows else self.ops.linear(x_TK, linear)
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         return self.ops.embed(input_ids_T, table_VD)

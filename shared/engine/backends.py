@@ -23,7 +23,7 @@ from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
 from shared.model.packed_weights import PackedWeights, load_packed_weights, native_obstacle
-from shared.model.weights import WeightSource
+from shared.model.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from shared.engine.cuda.cuda_graphs import GraphPool, Graphs

@@ -157,6 +157,7 @@ def build_engine(
             share.warm_up(bound)
         undo.pop_all()
     backend, pool = bound.backend, bound.pool
+    quantized = None if shape.model.quantization is None else shape.model.quantization.name
     limits = NodeLimits(
         context_length=shape.context_length,
         max_total_num_tokens=num_pages * config.cache.page_size,
@@ -168,6 +169,7 @@ def build_engine(
         model=config.model.model,
         device=device,
         dtype=dtype_name(shape.dtype),
+        quantization=quantized,
         attention_backend=f"{backend.name} ({ignored})" if ignored else backend.name,
         numerics=backend.numerics,
         page_mover=pool.mover.name,
@@ -190,7 +192,7 @@ def build_engine(
         ),
         stream=bound.stream,
         layout=KVLayout(
-            fingerprint=fingerprint(folder, seed),
+            fingerprint=fingerprint(folder, seed, config.model.quantization),
             dtype=dtype_name(shape.dtype),
             page_size=config.cache.page_size,
             num_layers=shape.model.num_layers,

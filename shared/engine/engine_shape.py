@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.input_block import ForwardLimits
-from shared.engine.resolve import resolve_context_length, resolve_device, resolve_dtype, resolve_schedule
+from shared.engine.resolve import (
+    resolve_context_length,
+    resolve_device,
+    resolve_dtype,
+    resolve_quantization,
+    resolve_schedule,
+)
 from shared.errors import ConfigError
 from shared.kvtransfer.transports.choice import links_nbytes
 from shared.model.config import ModelConfig
-from shared.model.weights import tensor_shapes
+from shared.model.weights import weights_nbytes
 
 MIN_PAGES = 2
 
@@ -39,6 +44,7 @@ class EngineShape:
     def of(cls, config: NodeConfig, model: ModelConfig, decodes: bool) -> EngineShape:
         """The sizes that follow from a node's options. Raises ConfigError."""
         device = resolve_device(config.model.device)
+        model = resolve_quantization(config.model, model)
         return cls(
             name=config.model.model,
             model=model,
@@ -53,8 +59,8 @@ class EngineShape:
 
     @property
     def weights_nbytes(self) -> int:
-        """Of all tensors of the checkpoint, in the type of the engine."""
-        return sum(map(math.prod, tensor_shapes(self.model).values())) * self.dtype.itemsize
+        """Of all weights, in the type of the engine where they are not quantized."""
+        return weights_nbytes(self.model, self.dtype)
 
     @property
     def page_nbytes(self) -> int:

@@ -11,6 +11,7 @@ import xxhash
 from shared.config import CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS, ModelOptions, NodeConfig, ScheduleOptions
 from shared.errors import ConfigError
 from shared.model.config import ModelConfig
+from shared.model.quantization import of_dummy_weights, quantize_on_load
 
 HOST_KV_CAP_BYTES = 4 << 30
 """Largest host pool for retracted requests that is chosen by itself."""
@@ -44,6 +45,19 @@ def resolve_dtype(options: ModelOptions, model: ModelConfig, device: torch.devic
         name = "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def resolve_quantization(options: ModelOptions, model: ModelConfig) -> ModelConfig:
+    """The model, quantized as `--quantization` says. Raises ConfigError where it is quantized already."""
+    if options.quantization is not None:
+        if model.quantization is not None:
+            raise ConfigError(
+                f"--quantization {options.quantization}: the model is quantized already ({model.quantization.name})"
+            )
+        return replace(model, quantization=quantize_on_load(options.quantization))
+    if options.load_format == "dummy" and model.quantization is not None:
+        return replace(model, quantization=of_dummy_weights(model.quantization))
+    return model
 
 
 def resolve_schedule(options: ScheduleOptions, device: torch.device) -> ScheduleOptions:
@@ -92,8 +106,8 @@ def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int,
     return tokens // config.cache.page_size
 
 
-def fingerprint(folder: Path, dummy_seed: int | None = None) -> str:
-    """A digest that tells checkpoints apart without reading them whole.
+def fingerprint(folder: Path, dummy_seed: int | None = None, quantization: str | None = None) -> str:
+    """A digest that tells weights apart without reading them whole: files, and what `--quantization` makes of them.
 
     With a `dummy_seed` the weights follow from the config and the seed, so the digest covers these.
 
@@ -101,6 +115,8 @@ def fingerprint(folder: Path, dummy_seed: int | None = None) -> str:
     are spread evenly from the first byte to the last. So it sees every tensor that is larger than 1/255 of its file.
     """
     digest = xxhash.xxh3_64((folder / "config.json").read_bytes())
+    if quantization is not None:
+        digest.update(f"quantization:{quantization}".encode())
     if dummy_seed is not None:
         digest.update(f"dummy:{dummy_seed}".encode())
         return digest.hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from shared.engine.attention import AttentionPlan, TorchAttention
 from shared.engine.forward_batch import ForwardBatch
@@ -17,6 +17,7 @@ from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.torch_backend import Kernels
 from shared.kernels.reference import write_kv
 from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
+from shared.model.linear import Linear
 from shared.model.ops import Rotary
 
 
@@ -44,11 +45,9 @@ class TorchOps:
         sum_TD = x_TD if residual_TD is None else residual_TD + x_TD
         return rms_norm(sum_TD, weight_D, eps), sum_TD
 
-    def linear(
-        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """One matmul."""
-        return linear(x_TK, weight_NK, bias_N)
+    def linear(self, x_TK: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """One matmul, or one for each group of a quantized weight."""
+        return linear.multiply(x_TK)
 
     def norm_rope_write(
         self,

@@ -18,13 +18,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import ModelError
+from shared.model.weight_source import TensorSpec
 
 PIECE_NBYTES = 16 << 20
 """Most bytes of a file that are resident beside the copy that is made of them."""
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 class Checkpoint:
@@ -42,21 +51,21 @@ class Checkpoint:
             dict.fromkeys(self._open(single).tensors, single) if single.is_file() else _shards(folder)
         )
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ModelError unless the checkpoint has all these tensors, each in its shape and in a supported type."""
-        missing = [name for name in shapes if name not in self._path_of]
+    def check(self, tensors: Mapping[str, TensorSpec]) -> None:
+        """Raise ModelError unless the checkpoint has all these tensors, each in its shape and in one of its types."""
+        missing = [name for name in tensors if name not in self._path_of]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ModelError(f"{self._folder}: the weights lack the tensor {missing[0]}{more}")
-        for name, shape in shapes.items():
+        for name, (shape, types) in tensors.items():
             path, tensor = self._path_of[name], self._file_of(name).tensors.get(name)
             if tensor is None:
                 raise ModelError(f"{path}: lacks {name}, which {_INDEX_FILE} says is there")
             if tensor.shape != shape:
                 raise ModelError(f"{path}: {name} has shape {tensor.shape}; config.json makes it {shape}")
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in types:
                 raise ModelError(
-                    f"{path}: {name} has dtype {tensor.dtype}; quantized weights are not supported"
+                    f"{path}: {name} has dtype {tensor.dtype}; config.json makes it {' or '.join(types)}"
                 )
 
     def dtype(self, name: str) -> torch.dtype:
@@ -66,6 +75,12 @@ class Checkpoint:
     def mapped(self, name: str) -> torch.Tensor:
         """A read-only view of a tensor in its file. The file stays mapped while the tensor lives."""
         return self._file_of(name).view(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of a tensor."""
+        out = torch.empty(self._file_of(name).tensors[name].shape, dtype=self.dtype(name))
+        self.copy_tensor(name, out, lambda num_elements: None)
+        return out
 
     def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
         """Copy a tensor into `out`, converted to its type. `on_copied` gets the number of elements of each piece."""

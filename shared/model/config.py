@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from shared.errors import ModelError
+from shared.model.quantization import Quantization, read_quantization
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -87,6 +88,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: Quantization | None = None
 
     @property
     def context_length(self) -> int:
@@ -156,7 +158,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     of range, and for an architecture, rope type or quantization that is not supported.
     """
     path = folder / "config.json"
-    architecture = _supported_architecture(path)
+    architecture, quantization = _identity(path)
     fields = _decode(path, _ConfigFields)
     rope_theta, rope_scaling = _rope(fields, path)
     optional_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.attention_bias
@@ -183,6 +185,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         dtype=_dtype(fields, path),
         eos_token_ids=_eos_token_ids(fields, folder),
         bos_token_id=fields.bos_token_id,
+        quantization=None if quantization is None else read_quantization(quantization, path),
     )
 
 
@@ -202,16 +205,14 @@ def _convert(raw: dict[str, Any], fields: type[T], path: Path, key: str) -> T:
         raise ModelError(f"{path}: {key}: {e}") from e
 
 
-def _supported_architecture(path: Path) -> str:
+def _identity(path: Path) -> tuple[str, dict[str, Any] | None]:
+    """The architecture, and what says how it is quantized."""
     identity = _decode(path, _Identity)
     architecture = identity.architectures[0] if identity.architectures else "(an empty list)"
     if architecture not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise ModelError(f"{path}: architectures: {architecture} is not supported; supported are {supported}")
-    if identity.quantization_config is not None:
-        method = identity.quantization_config.get("quant_method", "quantized")
-        raise ModelError(f"{path}: quantization_config: {method} checkpoints are not supported")
-    return architecture
+    return architecture, identity.quantization_config
 
 
 def _num_kv_heads(fields: _ConfigFields, path: Path) -> int:

@@ -16,7 +16,8 @@ import torch
 from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
 from shared.model.ops import Ops, Rotary
-from shared.model.weights import DecoderWeights, LayerWeights, WeightSource, load_weights
+from shared.model.weight_source import WeightSource
+from shared.model.weights import DecoderWeights, LayerWeights, load_weights
 
 
 class Decoder:
@@ -68,19 +69,19 @@ class Decoder:
     def logits(self, hidden_BD: torch.Tensor, ops: Ops, out_BV: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits [B, V], float32, of rows of the result of `forward`, in `out_BV` if it is given."""
         normed_BD, _ = ops.add_norm(hidden_BD, None, self.weights.norm_D, self.config.rms_norm_eps)
-        logits_BV = ops.linear(normed_BD, self.weights.lm_head_VD)
+        logits_BV = ops.linear(normed_BD, self.weights.lm_head)
         return logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
 
     def _attention(
         self, i: int, layer: LayerWeights, x_TD: torch.Tensor, rotary: Rotary, ops: Ops
     ) -> torch.Tensor:
         c = self.config
-        qkv_TQ = ops.linear(x_TD, layer.qkv_proj_QD, layer.qkv_bias_Q)
+        qkv_TQ = ops.linear(x_TD, layer.qkv_proj)
         qkv_TND = qkv_TQ.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, layer.qk_norm_ND, c.rms_norm_eps, rotary)
-        return ops.linear(ops.attend(i, q_THD).flatten(1), layer.o_proj_DA, layer.o_bias_D)
+        return ops.linear(ops.attend(i, q_THD).flatten(1), layer.o_proj)
 
 
 def _mlp(layer: LayerWeights, x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
-    gate_up_TG = ops.linear(x_TD, layer.gate_up_proj_GD, layer.gate_up_bias_G)
-    return ops.linear(ops.silu_mul(gate_up_TG), layer.down_proj_DF, layer.down_bias_D)
+    gate_up_TG = ops.linear(x_TD, layer.gate_up_proj)
+    return ops.linear(ops.silu_mul(gate_up_TG), layer.down_proj)

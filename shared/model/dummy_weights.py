@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
+from shared.model.weight_source import TensorSpec
+
 TABLE_LENGTH = 1_048_583
 """A prime: no row length divides it, so the rows of a matrix differ."""
 PIECE_ELEMENTS = 8 << 20
@@ -31,14 +33,14 @@ class DummyWeights:
         self._piece_elements = piece_elements
         self._seed = seed
         self._device = device
-        self._shapes: Mapping[str, tuple[int, ...]] = {}
+        self._tensors: Mapping[str, TensorSpec] = {}
         drawn = np.random.default_rng(seed).random(TABLE_LENGTH, dtype=np.float32)
         self._table = torch.from_numpy((2 * drawn - 1) * np.float32(math.sqrt(3))).to(device)
         """Uniform with mean 0 and variance 1."""
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Take the shapes from the architecture: nothing can be missing."""
-        self._shapes = shapes
+        self._tensors = tensors
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of the table. A tensor is converted when it is copied."""
@@ -46,9 +48,13 @@ class DummyWeights:
 
     def mapped(self, name: str) -> torch.Tensor:
         """A new tensor in float32."""
-        out = torch.empty(self._shapes[name], device=self._device)
+        out = torch.empty(self._tensors[name].shape, device=self._device)
         self._fill(name, 0, out)
         return out
+
+    def read(self, name: str) -> torch.Tensor:
+        """A new tensor in float32."""
+        return self.mapped(name)
 
     def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
         """Fill `out`, in its type."""
@@ -57,7 +63,7 @@ class DummyWeights:
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of its first row, rows in float32) for pieces of a tensor."""
-        num_rows, *width = self._shapes[name]
+        num_rows, *width = self._tensors[name].shape
         elements_a_row = math.prod(width)
         step = max(self._piece_elements // elements_a_row, 1)
         for first_row in range(0, num_rows, step):
@@ -73,7 +79,7 @@ class DummyWeights:
         if name.endswith("norm.weight"):
             out.fill_(1)
             return
-        scale = BIAS_STD if len(self._shapes[name]) == 1 else self._shapes[name][-1] ** -0.5
+        scale = BIAS_STD if len(self._tensors[name].shape) == 1 else self._tensors[name].shape[-1] ** -0.5
         table, flat = self._table * scale, out.view(-1)
         at = (xxhash.xxh3_64_intdigest(name.encode(), seed=self._seed) + first) % TABLE_LENGTH
         done = 0

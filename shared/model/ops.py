@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from shared.model.linear import Linear
+
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of the angles of each token."""
 
@@ -37,9 +39,7 @@ class Ops(Protocol):
         """
         ...
 
-    def linear(
-        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x_TK: torch.Tensor, linear: Linear) -> torch.Tensor:
         """Return x W^T + bias."""
         ...
 

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from shared.kernels.cpu.decoder import MAX_GROUP, MAX_HEAD_DIM, DecoderDesc, LayerDesc, LinearDesc
+from shared.kernels.cpu.decoder import (
+    MAX_GROUP,
+    MAX_GROUP_K,
+    MAX_HEAD_DIM,
+    DecoderDesc,
+    LayerDesc,
+    LinearDesc,
+)
 from shared.kernels.cpu.library import Team
-from shared.kernels.cpu.linear import PanelArena, pack_gate_up, pack_rows
+from shared.kernels.cpu.linear import PanelArena, in_panels, nibbles, pack_gate_up, pack_rows
 from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
-from shared.model.weights import LayerWeights, WeightReader, WeightSource
+from shared.model.linear import DenseLinear, Linear, QuantizedLinear, stack
+from shared.model.weight_source import WeightSource
+from shared.model.weights import LayerWeights, WeightReader
 
 
 def native_obstacle(config: ModelConfig) -> str | None:
@@ -30,6 +39,16 @@ def native_obstacle(config: ModelConfig) -> str | None:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"
     if config.hidden_size % 2 or config.intermediate_size % 2:
         return f"hidden_size {config.hidden_size} or intermediate_size {config.intermediate_size} is odd"
+    for _, scheme in config.quantization.schemes if config.quantization is not None else ():
+        codes = 32 // scheme.bits  # of a unit
+        for k in (
+            scheme.group_size or codes,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads * config.head_dim,
+        ):
+            if k % codes or k > MAX_GROUP_K:
+                return f"a group or a layer of {k} inputs is no multiple of {codes} up to {MAX_GROUP_K}"
     return None
 
 
@@ -49,7 +68,7 @@ def load_packed_weights(
     on_progress: Callable[[float], None] | None = None,
 ) -> PackedWeights:
     """Read and pack the weights of `source`. `WeightReader` describes `on_progress` and the ModelErrors."""
-    packer = _Packer(team)
+    packer = Packer(team)
     cpu = torch.device("cpu")
     with WeightReader(source, config, dtype=torch.bfloat16, device=cpu, on_progress=on_progress) as reader:
         embed_VD = reader.embed()
@@ -75,7 +94,7 @@ def load_packed_weights(
 
 
 @dataclass
-class _Packer:
+class Packer:
     """Packs layers into descs, and keeps the objects alive that the descs point to."""
 
     team: Team
@@ -83,41 +102,77 @@ class _Packer:
     kept: list[object] = field(default_factory=list)
 
     def layer(self, layer: LayerWeights) -> LayerDesc:
-        gate_FD, up_FD = layer.gate_up_proj_GD.chunk(2)
-        gate_up_panels = self.arena.new_panels(*layer.gate_up_proj_GD.shape)
-        pack_gate_up(self.team, gate_FD, up_FD, gate_up_panels)
+        """Pack a layer."""
         return LayerDesc(
             input_norm=self.floats(layer.input_norm_D),
             post_attention_norm=self.floats(layer.post_attention_norm_D),
             qk_norm=self.floats(layer.qk_norm_ND),
-            qkv=self.linear(layer.qkv_proj_QD, layer.qkv_bias_Q),
-            o=self.linear(layer.o_proj_DA, layer.o_bias_D),
-            gate_up=self._linear_desc(gate_up_panels, layer.gate_up_proj_GD, layer.gate_up_bias_G),
-            down=self.linear(layer.down_proj_DF, layer.down_bias_D),
+            qkv=self.linear(layer.qkv_proj),
+            o=self.linear(layer.o_proj),
+            gate_up=self.linear(layer.gate_up_proj, is_gate_up=True),
+            down=self.linear(layer.down_proj),
         )
 
-    def linear(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> LinearDesc:
-        panels = self.arena.new_panels(*weight_NK.shape)
-        pack_rows(self.team, weight_NK, panels)
-        return self._linear_desc(panels, weight_NK, bias_N)
+    def linear(self, linear: Linear, *, is_gate_up: bool = False) -> LinearDesc:
+        """Pack a linear layer, gate and up as `linear_silu_mul` reads them."""
+        rows_NB = _rows_of(linear)
+        panels = self.arena.new_panels(len(rows_NB), rows_NB.shape[1] * rows_NB.itemsize)
+        if is_gate_up:
+            gate_FB, up_FB = rows_NB.chunk(2)
+            pack_gate_up(self.team, gate_FB, up_FB, panels)
+        else:
+            pack_rows(self.team, rows_NB, panels)
+        return self._desc(linear, panels, is_gate_up=is_gate_up)
 
-    def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, torch.Tensor]]) -> LinearDesc:
-        panels = self.arena.new_panels(c.vocab_size, c.hidden_size)
-        for first_row, rows_RD in pieces:
-            pack_rows(self.team, rows_RD, panels, first_row)
-        self.kept.append(panels)
-        return LinearDesc(panels.data_ptr(), None, c.vocab_size, c.hidden_size)
+    def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, Linear]]) -> LinearDesc:
+        """Pack the lm_head piece by piece."""
+        panels, kept = None, list[Linear]()
+        for first_row, piece in pieces:
+            rows_RB = _rows_of(piece)
+            if panels is None:
+                panels = self.arena.new_panels(c.vocab_size, rows_RB.shape[1] * rows_RB.itemsize)
+            pack_rows(self.team, rows_RB, panels, first_row)
+            kept.append(_without_rows(piece))
+        assert panels is not None
+        quantized = [piece for piece in kept if isinstance(piece, QuantizedLinear)]
+        return self._desc(stack(quantized, None) if quantized else kept[0], panels, n=c.vocab_size)
 
     def floats(self, values: torch.Tensor | None) -> int | None:
         """Return the address of a float32 copy of `values`. None for None."""
+        return self._copy(values, torch.float32)
+
+    def _copy(self, values: torch.Tensor | None, dtype: torch.dtype) -> int | None:
         if values is None:
             return None
-        copy = values.to(torch.float32, copy=True).contiguous()
+        copy = values.to(dtype, copy=True).contiguous()
         self.kept.append(copy)
         return copy.data_ptr()
 
-    def _linear_desc(
-        self, panels: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+    def _desc(
+        self, linear: Linear, panels: torch.Tensor, *, n: int | None = None, is_gate_up: bool = False
     ) -> LinearDesc:
         self.kept.append(panels)
-        return LinearDesc(panels.data_ptr(), self.floats(bias_N), *weight_NK.shape)
+        desc = LinearDesc(
+            panels.data_ptr(), self.floats(linear.bias_N), n or linear.shape[0], linear.shape[1], 16
+        )
+        if isinstance(linear, QuantizedLinear):
+            desc.bits, desc.group = linear.bits, linear.group_size
+            desc.scales = self.floats(in_panels(linear.scales_NG, is_gate_up=is_gate_up))
+            if linear.zeros_NG is not None:
+                desc.zeros = self._copy(in_panels(linear.zeros_NG, is_gate_up=is_gate_up), torch.uint8)
+            desc.order = self._copy(linear.order_K, torch.int32)
+        return desc
+
+
+def _without_rows(piece: Linear) -> Linear:
+    """The rest of a piece whose rows were packed: its sizes and scales."""
+    if isinstance(piece, DenseLinear):
+        return replace(piece, weight_NK=piece.weight_NK[:0].clone())
+    return replace(piece, codes_NK=piece.codes_NK[:0].clone())
+
+
+def _rows_of(linear: Linear) -> torch.Tensor:
+    """The rows that are packed: bf16, or bytes of codes."""
+    if isinstance(linear, DenseLinear):
+        return linear.weight_NK
+    return linear.codes_NK if linear.bits == 8 else nibbles(linear.codes_NK)

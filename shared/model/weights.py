@@ -1,87 +1,59 @@
-"""Reads a decoder's weights from a checkpoint, or another source, into fused buffers.
+"""Reads a decoder's weights from a checkpoint, or another source, layer by layer.
 
-The q, k and v projections of the checkpoint become row ranges of one buffer, and so do gate and up. `WeightReader`
-yields one layer at a time, so that a caller that packs the weights holds one layer beside the packed ones.
-`load_weights` reads all layers. Names and shapes of all tensors are checked before the first one is read.
+The q, k and v projections of the checkpoint become row ranges of one linear layer, and so do gate and up.
+`WeightReader` yields one layer at a time, so that a caller that packs the weights holds one layer beside the packed
+ones. `load_weights` reads all layers. Names, shapes and types of all tensors are checked before one is read.
 
-Shape suffixes: V vocabulary, D hidden size (head_dim after a heads axis), N = num_heads + num_kv_heads,
-A = num_heads * head_dim, Q = (num_heads + 2 * num_kv_heads) * head_dim, F intermediate size, G = 2 * F.
+Shape suffixes: V vocabulary, D hidden size (head_dim after a heads axis), N = num_heads + num_kv_heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
+from shared.errors import ModelError
 from shared.host_memory import new_mapping
 from shared.model.config import ModelConfig
+from shared.model.formats.choice import FORMATS
+from shared.model.formats.common import LinearSpec
+from shared.model.linear import DenseLinear, Linear, QuantizedLinear, quantize_weight, stack
+from shared.model.quantization import Layout, Scheme
+from shared.model.weight_source import TensorSpec, WeightSource
 
 _EMBED, _NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 Rows = dict[str, int]
-"""Names of tensors in the checkpoint, with the number of rows of each."""
-Stack = Callable[..., torch.Tensor]
-"""stack(rows, *width) returns one buffer with several tensors one after the other along the first axis."""
-
-
-class WeightSource(Protocol):
-    """Where tensors come from: a `Checkpoint`, or `DummyWeights`."""
-
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ModelError unless all these tensors can be had, each in its shape. Called once, before the others."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor."""
-        ...
-
-    def mapped(self, name: str) -> torch.Tensor:
-        """A tensor of that type."""
-        ...
-
-    def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
-        """Copy a tensor into `out`, converted to its type. `on_copied` gets the number of elements of each piece."""
-        ...
-
-    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of its first row, rows) for pieces of a tensor. A piece is good until the next is taken."""
-        ...
-
-    def close(self) -> None:
-        """Close files. Tensors from `mapped` stay valid."""
-        ...
+"""Names of tensors or of linear layers in the checkpoint, with the number of rows of each."""
+_LinearRows = tuple[Rows, int, bool]
+"""Linear layers that are computed as one: names with outputs, the inputs, whether they have biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """The weights of one layer. Matmul weights are [out, in]. A weight that the architecture lacks is None."""
+    """The weights of one layer. A weight that the architecture lacks is None."""
 
     input_norm_D: torch.Tensor
-    qkv_proj_QD: torch.Tensor
-    qkv_bias_Q: torch.Tensor | None
+    qkv_proj: Linear
     qk_norm_ND: torch.Tensor | None
-    o_proj_DA: torch.Tensor
-    o_bias_D: torch.Tensor | None
+    o_proj: Linear
     post_attention_norm_D: torch.Tensor
-    gate_up_proj_GD: torch.Tensor
-    gate_up_bias_G: torch.Tensor | None
-    down_proj_DF: torch.Tensor
-    down_bias_D: torch.Tensor | None
+    gate_up_proj: Linear
+    down_proj: Linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderWeights:
-    """The weights of a decoder. With tied embeddings `lm_head_VD` is `embed_VD`."""
+    """The weights of a decoder. With tied embeddings the lm_head is `embed_VD`, unless it is quantized."""
 
     embed_VD: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm_D: torch.Tensor
-    lm_head_VD: torch.Tensor
+    lm_head: Linear
 
 
 def load_weights(
@@ -102,7 +74,7 @@ def load_weights(
             embed_VD=embed_VD,
             layers=tuple(reader.layers()),
             norm_D=reader.norm(),
-            lm_head_VD=embed_VD if config.tie_word_embeddings else reader.lm_head(),
+            lm_head=reader.lm_head(embed_VD),
         )
 
 
@@ -115,7 +87,7 @@ class WeightReader:
 
     `on_progress` is called with the fraction of elements read so far, the last time with 1.0. Tensors that the
     architecture does not have are ignored. Raises ModelError, which names the tensor or the file, when one is
-    missing, has the wrong shape, is quantized or corrupt. That is checked before anything is read.
+    missing, corrupt, or has another shape or type than the config says. That is checked before anything is read.
     """
 
     def __init__(
@@ -132,9 +104,9 @@ class WeightReader:
         self._device = device
         self._on_progress = on_progress or (lambda fraction: None)
         self._source = source
-        shapes = tensor_shapes(config)
-        source.check(shapes)
-        self._num_elements = sum(map(math.prod, shapes.values()))
+        self._tensors = tensor_specs(config)
+        source.check(self._tensors)
+        self._num_elements = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
         self._num_read = 0
 
     def __enter__(self) -> WeightReader:
@@ -158,26 +130,81 @@ class WeightReader:
     def layers(self) -> Iterator[LayerWeights]:
         """Yield each layer in turn. A layer is read when it is taken."""
         for i in range(self._config.num_layers):
-            yield _layer(self._config, i, self._stack)
+            yield self._layer(_LayerSpec(self._config, i))
 
     def norm(self) -> torch.Tensor:
         """Read the final norm [D]."""
         return self._stack({_NORM: self._config.hidden_size})
 
-    def lm_head(self) -> torch.Tensor:
-        """Read the lm_head [V, D] of a model whose embeddings are not tied."""
-        return self._stack({_LM_HEAD: self._config.vocab_size}, self._config.hidden_size)
+    def lm_head(self, embed_VD: torch.Tensor) -> Linear:
+        """Read the lm_head. A tied one that is not quantized is `embed_VD`."""
+        c = self._config
+        if _lm_head_scheme(c) is not None:
+            pieces = [piece for _, piece in self.lm_head_pieces() if isinstance(piece, QuantizedLinear)]
+            return stack(pieces, None).to(self._device)
+        if c.tie_word_embeddings:
+            return DenseLinear(weight_NK=embed_VD, bias_N=None)
+        return DenseLinear(weight_NK=self._stack({_LM_HEAD: c.vocab_size}, c.hidden_size), bias_N=None)
 
-    def lm_head_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of its first row, rows) for pieces of the lm_head, tied or not.
+    def lm_head_pieces(self) -> Iterator[tuple[int, Linear]]:
+        """Yield (index of its first output, outputs) for pieces of the lm_head, tied or not.
 
         A caller that packs the lm_head needs no whole copy of it beside the packed one. It may be the largest tensor.
         """
-        tied = self._config.tie_word_embeddings
+        c, scheme = self._config, _lm_head_scheme(self._config)
+        if scheme is not None and scheme.layout is not Layout.ON_LOAD:
+            yield 0, self._quantized({"lm_head": c.vocab_size}, c.hidden_size, None)
+            return
+        tied = c.tie_word_embeddings
         for first_row, piece in self._source.pieces(_EMBED if tied else _LM_HEAD):
-            yield first_row, piece.to(device=self._device, dtype=self._dtype)
+            if scheme is None:
+                dense = piece.to(device=self._device, dtype=self._dtype)
+                yield first_row, DenseLinear(weight_NK=dense, bias_N=None)
+            else:
+                size = scheme.group_size or c.hidden_size
+                yield first_row, quantize_weight(piece, bits=scheme.bits, group_size=size)
             if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())
+
+    def _layer(self, layer: _LayerSpec) -> LayerWeights:
+        c = self._config
+
+        def linear(rows: Rows, width: int, has_bias: bool) -> Linear:
+            bias_N = self._stack({f"{name}.bias": n for name, n in rows.items()}) if has_bias else None
+            if _scheme_of(c, rows) is not None:
+                return self._quantized(rows, width, bias_N)
+            weight_NK = self._stack({f"{name}.weight": n for name, n in rows.items()}, width)
+            return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
+
+        def norm(name: str) -> torch.Tensor:
+            return self._stack({name: c.hidden_size})
+
+        def qk_norm() -> torch.Tensor:
+            """The weights of the q and k norms, repeated for each head, so that one call applies both."""
+            q_D, k_D = torch.split(self._stack(layer.qk_norm), c.head_dim)
+            return torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
+
+        return LayerWeights(
+            input_norm_D=norm(layer.input_norm),
+            qkv_proj=linear(*layer.qkv),
+            qk_norm_ND=qk_norm() if layer.qk_norm else None,
+            o_proj=linear(*layer.o),
+            post_attention_norm_D=norm(layer.post_attention_norm),
+            gate_up_proj=linear(*layer.gate_up),
+            down_proj=linear(*layer.down),
+        )
+
+    def _quantized(self, rows: Rows, width: int, bias_N: torch.Tensor | None) -> QuantizedLinear:
+        scheme = _scheme_of(self._config, rows)
+        assert scheme is not None
+        parts = []
+        for name, n in rows.items():
+            layer = LinearSpec(name, n, width, scheme)
+            parts.append(FORMATS[scheme.layout].read(self._source, layer))
+            self._count(
+                sum(math.prod(self._tensors[each].shape) for each in FORMATS[scheme.layout].tensors(layer))
+            )
+        return stack(parts, bias_N).to(self._device)
 
     def _stack(self, rows: Rows, *width: int) -> torch.Tensor:
         """Read tensors into one new buffer."""
@@ -195,57 +222,88 @@ class WeightReader:
         self._on_progress(self._num_read / self._num_elements)
 
 
-def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the architecture."""
-    shapes: dict[str, tuple[int, ...]] = {}
+class _LayerSpec:
+    """The names and sizes of one layer's tensors."""
 
-    def note(rows: Rows, *width: int) -> torch.Tensor:
-        shapes.update({name: (num_rows, *width) for name, num_rows in rows.items()})
-        # A view of one element. Operations on the meta device would import torch's compiler, which takes 190 MB.
-        return torch.zeros(()).expand(sum(rows.values()), *width)
+    def __init__(self, c: ModelConfig, i: int) -> None:
+        layer = f"model.layers.{i}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
+        gate_up = {f"{mlp}.gate_proj": c.intermediate_size, f"{mlp}.up_proj": c.intermediate_size}
+        self.input_norm = f"{layer}.input_layernorm.weight"
+        self.post_attention_norm = f"{layer}.post_attention_layernorm.weight"
+        self.qk_norm: Rows = (
+            {f"{attention}.q_norm.weight": c.head_dim, f"{attention}.k_norm.weight": c.head_dim}
+            if c.qk_norm
+            else {}
+        )
+        self.qkv = qkv, c.hidden_size, c.qkv_bias
+        self.o = {f"{attention}.o_proj": c.hidden_size}, q_size, c.o_bias
+        self.gate_up = gate_up, c.hidden_size, c.mlp_bias
+        self.down = {f"{mlp}.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias
 
-    note({_EMBED: c.vocab_size}, c.hidden_size)
+
+def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the architecture. Raises ModelError for layers whose quantization does not fit their sizes."""
+    specs = {_EMBED: TensorSpec((c.vocab_size, c.hidden_size)), _NORM: TensorSpec((c.hidden_size,))}
+
+    def note(rows: Rows, width: int, has_bias: bool) -> None:
+        scheme = _scheme_of(c, rows)
+        for name, n in rows.items():
+            if has_bias:
+                specs[f"{name}.bias"] = TensorSpec((n,))
+            if scheme is None:
+                specs[f"{name}.weight"] = TensorSpec((n, width))
+            else:
+                specs.update(FORMATS[scheme.layout].tensors(LinearSpec(name, n, width, scheme)))
+
+    for linear in _linears(c):
+        note(*linear)
     for i in range(c.num_layers):
-        _layer(c, i, note)
-    note({_NORM: c.hidden_size})
+        layer = _LayerSpec(c, i)
+        for norm in (layer.input_norm, layer.post_attention_norm):
+            specs[norm] = TensorSpec((c.hidden_size,))
+        specs.update({name: TensorSpec((size,)) for name, size in layer.qk_norm.items()})
+    return specs
+
+
+def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the weights of all matrices in `dtype`, and of codes with their scales where they are quantized."""
+    nbytes = c.vocab_size * c.hidden_size * dtype.itemsize
+    for rows, width, _ in _linears(c):
+        scheme, n = _scheme_of(c, rows), sum(rows.values())
+        if scheme is None:
+            nbytes += n * width * dtype.itemsize
+        else:
+            nbytes += n * width * scheme.bits // 8 + 4 * n * (width // (scheme.group_size or width))
+    return nbytes
+
+
+def _linears(c: ModelConfig) -> Iterator[_LinearRows]:
+    """All linear layers of a checkpoint, those that are computed as one together."""
+    for i in range(c.num_layers):
+        layer = _LayerSpec(c, i)
+        yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
     if not c.tie_word_embeddings:
-        note({_LM_HEAD: c.vocab_size}, c.hidden_size)
-    return shapes
+        yield {"lm_head": c.vocab_size}, c.hidden_size, False
 
 
-def _layer(c: ModelConfig, i: int, stack: Stack) -> LayerWeights:
-    layer = f"model.layers.{i}"
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-    gate_up = {f"{mlp}.gate_proj": c.intermediate_size, f"{mlp}.up_proj": c.intermediate_size}
-    o, down = {f"{attention}.o_proj": c.hidden_size}, {f"{mlp}.down_proj": c.hidden_size}
+def _scheme_of(c: ModelConfig, rows: Rows) -> Scheme | None:
+    """The scheme of linear layers that are computed as one. Raises ModelError where they have several."""
+    if c.quantization is None:
+        return None
+    schemes = {name: c.quantization.scheme_of(name) for name in rows}
+    if len(set(schemes.values())) > 1:
+        raise ModelError(f"{', '.join(rows)} are computed as one layer, but they are quantized differently")
+    return next(iter(schemes.values()))
 
-    def weight(rows: Rows, width: int) -> torch.Tensor:
-        return stack({f"{name}.weight": num_rows for name, num_rows in rows.items()}, width)
 
-    def bias(rows: Rows) -> torch.Tensor:
-        return stack({f"{name}.bias": num_rows for name, num_rows in rows.items()})
-
-    def norm(name: str) -> torch.Tensor:
-        return stack({f"{layer}.{name}.weight": c.hidden_size})
-
-    def qk_norm() -> torch.Tensor:
-        """The weights of the q and k norms, repeated for each head, so that one call applies both."""
-        both = stack({f"{attention}.q_norm.weight": c.head_dim, f"{attention}.k_norm.weight": c.head_dim})
-        q_D, k_D = torch.split(both, c.head_dim)
-        return torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
-
-    return LayerWeights(
-        input_norm_D=norm("input_layernorm"),
-        qkv_proj_QD=weight(qkv, c.hidden_size),
-        qkv_bias_Q=bias(qkv) if c.qkv_bias else None,
-        qk_norm_ND=qk_norm() if c.qk_norm else None,
-        o_proj_DA=weight(o, q_size),
-        o_bias_D=bias(o) if c.o_bias else None,
-        post_attention_norm_D=norm("post_attention_layernorm"),
-        gate_up_proj_GD=weight(gate_up, c.hidden_size),
-        gate_up_bias_G=bias(gate_up) if c.mlp_bias else None,
-        down_proj_DF=weight(down, c.intermediate_size),
-        down_bias_D=bias(down) if c.mlp_bias else None,
+def _lm_head_scheme(c: ModelConfig) -> Scheme | None:
+    """A tied lm_head is not in the file, so only `--quantization` quantizes it."""
+    scheme = _scheme_of(c, {"lm_head": c.vocab_size})
+    return (
+        None
+        if c.tie_word_embeddings and scheme is not None and scheme.layout is not Layout.ON_LOAD
+        else scheme
     )

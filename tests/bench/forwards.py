@@ -35,10 +35,22 @@ class Forwards:
         self._pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32) + 1
 
     @classmethod
-    def on_cores(cls, model: str, cores: Sequence[int], *, num_tokens: int, max_batch: int) -> Forwards:
+    def on_cores(
+        cls,
+        model: str,
+        cores: Sequence[int],
+        *,
+        num_tokens: int,
+        max_batch: int,
+        quantization: str | None = None,
+    ) -> Forwards:
         """A random model on cores of this machine."""
         config = NodeConfig(
-            model=ModelOptions(model=str(random_model(model)), cpu_cores=CpuCores(len(cores), tuple(cores))),
+            model=ModelOptions(
+                model=str(random_model(model)),
+                cpu_cores=CpuCores(len(cores), tuple(cores)),
+                quantization=quantization,
+            ),
             cache=CacheOptions(max_total_tokens=num_tokens, page_size=PAGE_SIZE),
             schedule=ScheduleOptions(max_running_requests=max_batch),
         )

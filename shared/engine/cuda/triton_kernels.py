@@ -10,7 +10,7 @@ import triton
 from torch.nn.functional import linear
 
 from shared.engine.cuda.triton_attention import TritonAttention
-from shared.engine.cuda.triton_ops import Linear, TritonOps, TritonTokens
+from shared.engine.cuda.triton_ops import Product, TritonOps, TritonTokens
 from shared.engine.torch_backend import Kernels
 from shared.errors import ConfigError
 from shared.kernels.triton.attention import PagedAttention
@@ -48,7 +48,7 @@ def require_exact(
         raise ConfigError(f"--exact: on {device} products of few rows have other bits than those of many")
 
 
-def make_triton_kernels(config: ModelConfig, pool: TokenToKVPool, product: Linear, numerics: str) -> Kernels:
+def make_triton_kernels(config: ModelConfig, pool: TokenToKVPool, product: Product, numerics: str) -> Kernels:
     """Those for a pool on any device that Triton computes for, an interpreted CPU included."""
     is_exact = isinstance(product, ExactLinear)
     attention = PagedAttention(

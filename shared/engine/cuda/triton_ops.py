@@ -15,9 +15,10 @@ from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
 from shared.kernels.triton import adjust, norm, rope, sampling
 from shared.kernels.triton.resolve import resolve
 from shared.kernels.triton.silu_mul import silu_mul
+from shared.model.linear import DenseLinear, Linear
 from shared.model.ops import Rotary
 
-Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class TritonOps:
     attention: AttentionPlan
     kv_NKSD: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """The K and V pages of each layer."""
-    product: Linear
+    product: Product
     """x W^T + bias: cuBLAS's, or one whose sums have one order for any number of rows."""
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
@@ -45,11 +46,11 @@ class TritonOps:
         """One kernel, which puts the sum into the memory of the residual."""
         return norm.add_norm(x_TD, residual_TD, weight_D, eps)
 
-    def linear(
-        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """One matmul."""
-        return self.product(x_TK, weight_NK, bias_N)
+    def linear(self, x_TK: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """One matmul. Quantized weights have no kernel here yet: torch's slow products are exact as well."""
+        if isinstance(linear, DenseLinear):
+            return self.product(x_TK, linear.weight_NK, linear.bias_N)
+        return linear.multiply(x_TK)
 
     def norm_rope_write(
         self,

@@ -16,14 +16,29 @@ from shared.kernels.cpu.library import Team, check_status
 MAX_HEAD_DIM = 256
 MAX_GROUP = 192
 """Most query heads of one KV head. A task of extend attention has kRows rows of (token, query head)."""
+MAX_GROUP_K = 65_536
+"""Most inputs of a quantized layer: sums of products of codes are of 32 bits, and 65,536 * 255 * 127 < 2 ** 31."""
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
 
 
 class LinearDesc(ctypes.Structure):
-    """A linear weight: `panels` in the layout of `src/linear.h`, `bias` float32 [n] or null."""
+    """A linear weight: `panels` in the layout of `src/linear.h`, `bias` float32 [n] or null.
 
-    _fields_ = (("panels", _Pointer), ("bias", _Pointer), ("n", _Int), ("k", _Int))
+    `bits` is 16 for bf16. The fields behind it are those of 8 and 4: float32, uint8 and int32.
+    """
+
+    _fields_ = (
+        ("panels", _Pointer),
+        ("bias", _Pointer),
+        ("n", _Int),
+        ("k", _Int),
+        ("bits", _Int),
+        ("group", _Int),
+        ("scales", _Pointer),
+        ("zeros", _Pointer),
+        ("order", _Pointer),
+    )
 
 
 class LayerDesc(ctypes.Structure):

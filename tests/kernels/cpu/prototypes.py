@@ -12,8 +12,10 @@ _Float = ctypes.c_float
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("baton_linear", "baton_linear_float", "baton_linear_add", "baton_linear_silu_mul"),
-        (_Pointer, _Pointer, _Int, _Pointer, _Pointer, _Int, _Int, _Pointer),
+        (_Pointer, _Pointer, _Int, _Pointer, _Pointer),
     ),
+    "baton_quantize": (_Pointer, _Pointer, _Int, _Pointer),
+    "baton_rms_norm_codes": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     **dict.fromkeys(
         ("baton_decode_attention", "baton_extend_attention"),
         (*(_Pointer,) * 4, *(_Int,) * 4, _Pointer, _Int, *(_Pointer,) * 2, _Int, _Pointer),

@@ -19,8 +19,8 @@ from torch.nn.functional import silu
 
 from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
 from shared.kernels.cpu.library import SRC, Team
-from shared.kernels.cpu.linear import PanelArena, pack_gate_up, pack_rows
-from tests.kernels.cpu.linear import PackedLinear, linear, linear_add, linear_float, linear_silu_mul
+from shared.kernels.cpu.linear import PanelArena, pack_rows
+from tests.kernels.cpu.linear import PackedLinear, dense, linear, linear_add, linear_float, linear_silu_mul
 
 U = 2.0**-24
 BF16 = 2.0**-8
@@ -51,10 +51,6 @@ SHAPES = [
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-def new_panels(n: int, k: int) -> torch.Tensor:
-    return PanelArena().new_panels(n, k)
-
-
 class Case:
     """Random x, weight and bias of a shape, with the float64 result and the bound of a float32 sum's error."""
 
@@ -71,14 +67,10 @@ class Case:
         self.shape = shape
 
     def packed(self, team: Team) -> PackedLinear:
-        panels = new_panels(self.shape.n, self.shape.k)
-        pack_rows(team, self.w_NK, panels)
-        return PackedLinear(panels, self.bias_N, self.shape.n, self.shape.k)
+        return dense(team, self.w_NK, self.bias_N)
 
     def packed_gate_up(self, team: Team) -> PackedLinear:
-        panels = new_panels(self.shape.n, self.shape.k)
-        pack_gate_up(team, *self.w_NK.chunk(2), panels)
-        return PackedLinear(panels, self.bias_N, self.shape.n, self.shape.k)
+        return dense(team, self.w_NK, self.bias_N, is_gate_up=True)
 
 
 def assert_within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
@@ -127,11 +119,8 @@ def test_silu_mul_of_extremes(team: Team) -> None:
     """A gate far below zero closes, one far above passes everything."""
     gates = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 20.0, 88.0, 200.0, 1e30])
     x_MK = torch.tensor([[1.0, 0.0]]).bfloat16()
-    panels = new_panels(18, 2)
-    pack_gate_up(
-        team, torch.stack([gates, gates], 1).bfloat16(), torch.ones(9, 2, dtype=torch.bfloat16), panels
-    )
-    y = linear_silu_mul(team, x_MK, PackedLinear(panels, None, 18, 2))
+    gate_up = torch.cat([torch.stack([gates, gates], 1), torch.ones(9, 2)]).bfloat16()
+    y = linear_silu_mul(team, x_MK, dense(team, gate_up, is_gate_up=True))
     expected = silu(gates.bfloat16().double())[None]
     assert_within(y, expected, 2 * BF16 * expected.abs() + 1e-37)
 
@@ -142,10 +131,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_team(library: ctypes.CDLL, k: 
     x_MK = torch.randn(70, k, generator=generator).bfloat16()
     w_NK = torch.randn(192, k, generator=generator).bfloat16()
     teams = [Team(library, [0]), Team(library, [0, 0])]
-    panels, gate_up_panels = new_panels(192, k), new_panels(192, k)
-    pack_rows(teams[0], w_NK, panels)
-    pack_gate_up(teams[0], *w_NK.chunk(2), gate_up_panels)
-    w, gate_up = PackedLinear(panels, None, 192, k), PackedLinear(gate_up_panels, None, 192, k)
+    w, gate_up = dense(teams[0], w_NK), dense(teams[0], w_NK, is_gate_up=True)
     whole, whole_silu_mul = linear_float(teams[0], x_MK, w), linear_silu_mul(teams[0], x_MK, gate_up)
     try:
         for m in range(1, 71):
@@ -162,8 +148,7 @@ def test_parts_of_a_weight_share_panels(team: Team, rows: tuple[int, ...]) -> No
     """As q, k and v do; each comes from a view with rows of its own stride, and leaves its neighbours alone."""
     k = 34
     w_NK = torch.randn(sum(rows), k).bfloat16()
-    whole, of_parts = new_panels(len(w_NK), k), new_panels(len(w_NK), k)
-    pack_rows(team, w_NK, whole)
+    whole, of_parts = dense(team, w_NK).panels, PanelArena().new_panels(len(w_NK), 2 * k)
     first = 0
     for part in torch.split(w_NK, rows):
         wider = torch.full((len(part), k + 10), 99.0, dtype=torch.bfloat16)
@@ -171,8 +156,9 @@ def test_parts_of_a_weight_share_panels(team: Team, rows: tuple[int, ...]) -> No
         pack_rows(team, wider[:, 4 : 4 + k], of_parts, first)
         first += len(part)
     assert torch.equal(of_parts, whole)
-    assert torch.equal(whole.transpose(1, 2).reshape(-1, k)[: len(w_NK)], w_NK)
-    assert not whole.transpose(1, 2).reshape(-1, k)[len(w_NK) :].any()
+    rows = whole.transpose(1, 2).reshape(-1, 2 * k)
+    assert torch.equal(rows[: len(w_NK)], w_NK.view(torch.uint8))
+    assert not rows[len(w_NK) :].any()
 
 
 @pytest.mark.parametrize("source", ["linear", "extend_attention"])

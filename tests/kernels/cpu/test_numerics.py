@@ -9,7 +9,7 @@ import xxhash
 
 from shared.kernels.cpu.library import Team, numerics
 from tests.kernels.cpu.attention import extend_attention
-from tests.kernels.cpu.linear import PackedLinear, linear_silu_mul
+from tests.kernels.cpu.linear import dense, linear_silu_mul
 
 DIGESTS = {
     "1/amx": 0xD80805EBBF9ECB04,
@@ -35,7 +35,10 @@ def test_the_bits_are_those_of_the_numerics(library: ctypes.CDLL, team: Team) ->
         to[:num_tokens] = new
     k_pages, v_pages = (x.view(-1, page_size, 2, 48).transpose(1, 2).contiguous() for x in pages)
     attended = extend_attention(team, 4 * q, k_pages, v_pages, table, [0], [num_tokens])
-    weights = PackedLinear(values(2, 48, 64, 2, seed=4), None, 128, 96)
+    rows = (
+        values(2, 48, 64, 2, seed=4).transpose(1, 2).reshape(2, 2, 32, 96)
+    )  # of panels: 32 of gate, 32 of up
+    weights = dense(team, rows.transpose(0, 1).reshape(128, 96), is_gate_up=True)
     gated = linear_silu_mul(team, attended.view(-1, 96)[:100], weights)
     digest = xxhash.xxh3_64()
     for result in (attended, gated):

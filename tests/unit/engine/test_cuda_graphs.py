@@ -31,6 +31,7 @@ from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, bat
 from tests.fake_graphs import BlockAttention, FakeGraphPool
 from tests.graph_rig import SHAPES, Engine, check_same
 from tests.modelzoo import make_model, random_prompt
+from tests.weight_tensors import tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +112,7 @@ def test_a_replay_reads_and_writes_nothing_but_what_stays_where_it_is(folder: Pa
     assert results is not None
     weights = graphed.decoder.weights
     static = [
-        weights.embed_VD,
-        weights.norm_D,
-        weights.lm_head_VD,
-        *(tensor for layer in weights.layers for tensor in vars(layer).values() if tensor is not None),
+        *tensors_of(weights),
         graphed.decoder.rotary_frequencies,
         graphed.pool.buffer_LSNHPD,
         graphed.future_map.last_token_R,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
+from shared.model.linear import Linear
 from shared.model.ops import Rotary
 
 
@@ -26,10 +27,8 @@ class DenseOps:
         residual_TD = x_TD if residual_TD is None else x_TD + residual_TD
         return rms_norm(residual_TD, weight_D, eps), residual_TD
 
-    def linear(
-        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return linear(x_TK, weight_NK, bias_N)
+    def linear(self, x_TK: torch.Tensor, linear: Linear) -> torch.Tensor:
+        return linear.multiply(x_TK)
 
     def norm_rope_write(
         self,

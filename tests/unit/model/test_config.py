@@ -173,7 +173,7 @@ def test_eos_token_ids_are_the_union_of_both_files(
             ["MixtralForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
         ),
         ({"architectures": []}, ["architectures"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes"]),
         ({"hidden_size": "64"}, ["hidden_size", "str"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"vocab_size": -1}, ["vocab_size"]),

@@ -11,6 +11,7 @@ from shared.model.config import ModelConfig, load_model_config
 from shared.model.dummy_weights import TABLE_LENGTH, DummyWeights
 from shared.model.weights import DecoderWeights, WeightReader, load_weights
 from tests.unit.model.conftest import ModelFolder
+from tests.weight_tensors import tensors_of
 
 CPU = torch.device("cpu")
 
@@ -24,30 +25,23 @@ def config(model_folder: ModelFolder) -> ModelConfig:
     return load_model_config(model_folder("qwen2"))
 
 
-def tensors(weights: DecoderWeights) -> list[torch.Tensor]:
-    found = [weights.embed_VD, weights.norm_D, weights.lm_head_VD]
-    for layer in weights.layers:
-        found += [tensor for tensor in vars(layer).values() if tensor is not None]
-    return found
-
-
 def test_the_same_seed_gives_the_same_bits(config: ModelConfig) -> None:
-    for one, other in zip(tensors(load(config)), tensors(load(config)), strict=True):
+    for one, other in zip(tensors_of(load(config)), tensors_of(load(config)), strict=True):
         assert torch.equal(one, other)
     assert not torch.equal(load(config).embed_VD, load(config, seed=1).embed_VD)
 
 
 def test_tensors_and_layers_differ(config: ModelConfig) -> None:
     first, second = load(config).layers[:2]
-    assert not torch.equal(first.qkv_proj_QD, second.qkv_proj_QD)
-    q, k = first.qkv_proj_QD[:8], first.qkv_proj_QD[64:72]
+    assert not torch.equal(first.qkv_proj.weight_NK, second.qkv_proj.weight_NK)
+    q, k = first.qkv_proj.weight_NK[:8], first.qkv_proj.weight_NK[64:72]
     assert not torch.equal(q, k)
-    assert len(first.o_proj_DA.unique(dim=0)) == len(first.o_proj_DA)
+    assert len(first.o_proj.weight_NK.unique(dim=0)) == len(first.o_proj.weight_NK)
 
 
 def test_products_keep_the_scale_of_their_input(config: ModelConfig) -> None:
     weights = load(replace(config, hidden_size=512, vocab_size=4000))
-    for matrix in (weights.lm_head_VD, weights.layers[0].gate_up_proj_GD):
+    for matrix in (weights.lm_head.weight_NK, weights.layers[0].gate_up_proj.weight_NK):
         out = torch.randn(64, matrix.shape[1]) @ matrix.T
         assert out.std().item() == pytest.approx(1.0, abs=0.1)
     assert (weights.norm_D == 1).all() and (weights.layers[0].input_norm_D == 1).all()
@@ -61,14 +55,14 @@ def test_pieces_are_the_tensor(config: ModelConfig) -> None:
         pieces = list(reader.lm_head_pieces())
     whole = load(config, seed=5, dtype=torch.bfloat16).embed_VD
     assert len(pieces) > 10
-    assert torch.equal(torch.cat([rows for _, rows in pieces]), whole)
+    assert torch.equal(torch.cat([rows.weight_NK for _, rows in pieces]), whole)
     assert [first for first, _ in pieces[:3]] == [0, 700, 1400]
 
 
 def test_any_device_will_do(config: ModelConfig) -> None:
     meta = torch.device("meta")
     weights = load_weights(DummyWeights(0, meta), config, dtype=torch.bfloat16, device=meta)
-    assert {tensor.device for tensor in tensors(weights)} == {meta}
+    assert {tensor.device for tensor in tensors_of(weights)} == {meta}
 
 
 def test_progress_rises_to_one(config: ModelConfig) -> None:

@@ -49,27 +49,26 @@ def test_projections_are_fused_in_order(model_folder: ModelFolder) -> None:
     qkv = [saved[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
     bias = [saved[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv"]
     gate_up = [saved[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert layer.qkv_bias_Q is not None
-    assert torch.equal(layer.qkv_proj_QD, torch.cat(qkv))
-    assert torch.equal(layer.qkv_bias_Q, torch.cat(bias))
-    assert torch.equal(layer.gate_up_proj_GD, torch.cat(gate_up))
+    assert torch.equal(layer.qkv_proj.weight_NK, torch.cat(qkv))
+    assert torch.equal(layer.qkv_proj.bias_N, torch.cat(bias))
+    assert torch.equal(layer.gate_up_proj.weight_NK, torch.cat(gate_up))
 
 
 def test_sharded_equals_single(model_folder: ModelFolder) -> None:
     single, sharded = model_folder("llama"), model_folder("llama", **SHARDED)
     assert len(list(sharded.glob("*.safetensors"))) > 2
     a, b = load(single), load(sharded)
-    assert torch.equal(a.lm_head_VD, b.lm_head_VD)
+    assert torch.equal(a.lm_head.weight_NK, b.lm_head.weight_NK)
     for ours, theirs in zip(a.layers, b.layers, strict=True):
-        assert torch.equal(ours.qkv_proj_QD, theirs.qkv_proj_QD)
-        assert torch.equal(ours.down_proj_DF, theirs.down_proj_DF)
+        assert torch.equal(ours.qkv_proj.weight_NK, theirs.qkv_proj.weight_NK)
+        assert torch.equal(ours.down_proj.weight_NK, theirs.down_proj.weight_NK)
 
 
 def test_tied_embeddings_are_one_tensor(model_folder: ModelFolder, copy_of: ModelFolder) -> None:
     folder = copy_of(model_folder("llama", tie_word_embeddings=True))
     edit(folder, lm_head__weight=torch.zeros(512, 64))  # some checkpoints hold it all the same
     weights = load(folder)
-    assert weights.lm_head_VD is weights.embed_VD
+    assert weights.lm_head.weight_NK is weights.embed_VD
 
 
 def test_a_wider_checkpoint_is_converted(model_folder: ModelFolder) -> None:
@@ -100,8 +99,8 @@ def test_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder
     whole, seen = load(folder), list[weakref.ref[torch.Tensor]]()
     with WeightReader(Checkpoint(folder), load_model_config(folder), **options) as reader:
         for layer in reader.layers():
-            assert torch.equal(layer.qkv_proj_QD, whole.layers[len(seen)].qkv_proj_QD)
-            seen.append(weakref.ref(layer.qkv_proj_QD))
+            assert torch.equal(layer.qkv_proj.weight_NK, whole.layers[len(seen)].qkv_proj.weight_NK)
+            seen.append(weakref.ref(layer.qkv_proj.weight_NK))
             del layer
             assert seen[-1]() is None
     assert len(seen) == 3
@@ -119,7 +118,9 @@ def test_the_lm_head_comes_in_pieces(model_folder: ModelFolder, tied: bool) -> N
         reader.norm()
         pieces = list(reader.lm_head_pieces())
     assert [first for first, _ in pieces] == [0, 100, 200, 300, 400, 500]
-    assert torch.equal(torch.cat([rows for _, rows in pieces]), load(folder, torch.bfloat16).lm_head_VD)
+    assert torch.equal(
+        torch.cat([rows.weight_NK for _, rows in pieces]), load(folder, torch.bfloat16).lm_head.weight_NK
+    )
     assert seen[-1] == 1.0
 
 

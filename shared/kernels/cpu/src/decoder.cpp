@@ -55,6 +55,9 @@ class Decoder {
   void keep_wanted(float*& residual, bf16*& attended);
   void attend(const BatchDesc&, const KVPages&, const bf16* q, bf16* out);
   void mlp(const LayerDesc&, float* residual, int64_t num_rows);
+  Codes codes_of(int64_t m, const PackedLinear&);
+  Rows normed(const float* residual, int64_t m, const float* weight, const PackedLinear& reader);
+  Rows rows_of(const bf16* x, int64_t m, const PackedLinear& reader);
 
   Team& team_;
   const DecoderDesc model_;
@@ -64,6 +67,9 @@ class Decoder {
   std::vector<int64_t> ids_, positions_, pages_, offsets_, wanted_;
   Scratch<float> residual_, wanted_residual_, rotary_;
   Scratch<bf16> normed_, wide_, q_, attended_;
+  Scratch<int8_t> codes_;
+  Scratch<float> code_scales_;
+  Scratch<int32_t> code_sums_;
 };
 
 KVPages Decoder::pages_of(int64_t layer) const {
@@ -116,7 +122,6 @@ Status Decoder::forward(const BatchDesc& batch) {
   list_wanted(batch);
   const int64_t num_tokens = ids_.size(), num_wanted = wanted_.size(), d = model_.hidden_size;
   float* residual = residual_.of(num_tokens * d);
-  bf16* normed = normed_.of(std::max(num_tokens, num_wanted) * d);
   bf16* qkv = wide_.of(std::max(num_tokens, num_wanted) * std::max(qkv_size(), model_.intermediate_size));
   bf16* q = q_.of(std::max(num_tokens, num_wanted) * q_size());
   bf16* attended = attended_.of(num_tokens * q_size());
@@ -128,8 +133,7 @@ Status Decoder::forward(const BatchDesc& batch) {
     const LayerDesc& layer = layers_[i];
     const KVPages pages = pages_of(i);
     const bool is_last = i + 1 == model_.num_layers;
-    rms_norm(team_, residual, num_tokens, d, layer.input_norm, model_.rms_norm_eps, normed);
-    linear(team_, normed, num_tokens, layer.qkv, qkv);
+    linear(team_, normed(residual, num_tokens, layer.input_norm, layer.qkv), num_tokens, layer.qkv, qkv);
     norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps}, rotary, pages,
                     pages_.data(), offsets_.data(), q);
     int64_t num_rows = num_tokens;
@@ -139,7 +143,7 @@ Status Decoder::forward(const BatchDesc& batch) {
     }
     attend(batch, pages, q, attended);
     if (is_last) keep_wanted(residual, attended);
-    linear_add(team_, attended, num_rows, layer.o, residual);
+    linear_add(team_, rows_of(attended, num_rows, layer.o), num_rows, layer.o, residual);
     mlp(layer, residual, num_rows);
     __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
   }
@@ -172,17 +176,42 @@ void Decoder::attend(const BatchDesc& batch, const KVPages& pages, const bf16* q
 }
 
 void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {
-  bf16* normed = normed_.of(0);
   bf16* product = wide_.of(0);
-  rms_norm(team_, residual, num_rows, model_.hidden_size, layer.post_attention_norm, model_.rms_norm_eps, normed);
-  linear_silu_mul(team_, normed, num_rows, layer.gate_up, product);
-  linear_add(team_, product, num_rows, layer.down, residual);
+  const Rows x = normed(residual, num_rows, layer.post_attention_norm, layer.gate_up);
+  linear_silu_mul(team_, x, num_rows, layer.gate_up, product);
+  linear_add(team_, rows_of(product, num_rows, layer.down), num_rows, layer.down, residual);
 }
 
 void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
-  bf16* normed = normed_.of(num_rows * model_.hidden_size);
-  rms_norm(team_, hidden, num_rows, model_.hidden_size, model_.norm, model_.rms_norm_eps, normed);
-  linear_float(team_, normed, num_rows, model_.lm_head, out);
+  linear_float(team_, normed(hidden, num_rows, model_.norm, model_.lm_head), num_rows, model_.lm_head, out);
+}
+
+// The codes of m rows for a weight. They are good until the next call.
+Codes Decoder::codes_of(int64_t m, const PackedLinear& w) {
+  const int64_t groups = m * (w.k / w.group);
+  return {codes_.of(m * w.k), code_scales_.of(groups), code_sums_.of(groups), w.k, w.group, w.order};
+}
+
+// The norm of m rows, as `reader` reads them. Good until the next call.
+Rows Decoder::normed(const float* residual, int64_t m, const float* weight, const PackedLinear& reader) {
+  const auto norm = [&](const auto& out) {
+    rms_norm(team_, residual, m, model_.hidden_size, weight, model_.rms_norm_eps, out);
+  };
+  Rows rows;
+  if (reader.has_codes()) norm(rows.codes = codes_of(m, reader));
+  else {
+    bf16* const values = normed_.of(m * model_.hidden_size);
+    norm(values), rows.values = values;
+  }
+  return rows;
+}
+
+// The rows x, as `reader` reads them. Codes are good until the next call.
+Rows Decoder::rows_of(const bf16* x, int64_t m, const PackedLinear& reader) {
+  if (!reader.has_codes()) return {x};
+  const Codes codes = codes_of(m, reader);
+  quantize(team_, x, m, codes);
+  return {nullptr, codes};
 }
 
 }  // namespace

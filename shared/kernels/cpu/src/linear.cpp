@@ -5,6 +5,7 @@
 #include "linear_amx.h"
 #include "linear_avx512.h"
 #include "linear_epilogue.h"
+#include "linear_int8.h"
 
 namespace baton {
 namespace {
@@ -19,66 +20,87 @@ constexpr int64_t kRowsBytes = 256 << 10, kMinRows = 48;
 #endif
 
 // Rows of a block, for which a panel is read once. A small batch is one block.
-int64_t rows_of_block(int64_t m, int64_t k) {
-  const int64_t most = std::max(kMinRows, kRowsBytes / (2 * k));
+int64_t rows_of_block(int64_t m, int64_t row_nbytes) {
+  const int64_t most = std::max(kMinRows, kRowsBytes / row_nbytes);
   const int64_t blocks = (m + most - 1) / most;
   return (m + blocks - 1) / blocks;
 }
 
-template <class Epilogue>
-void multiply(Team& team, const bf16* x, int64_t m, const PackedLinear& w, const Epilogue& epilogue) {
+// Calls f(panel, the panel that this thread is likely to take next, first row, row after the last) for each block and panel.
+template <class F>
+void each_panel(Team& team, int64_t m, int64_t row_nbytes, const PackedLinear& w, F&& f) {
   if (m == 0) return;
-  const int64_t panels = (w.n + kPanel - 1) / kPanel, block = rows_of_block(m, w.k);
+  const int64_t panels = (w.n + kPanel - 1) / kPanel, block = rows_of_block(m, row_nbytes);
   team.each((m + block - 1) / block * panels, [&](int64_t task) {
-    const int64_t panel = task % panels, begin = task / panels * block, end = std::min(m, begin + block);
-    const bf16* const weights = w.panels + panel * kPanel * w.k;
+    const int64_t begin = task / panels * block;
+    f(task % panels, (task + team.size()) % panels, begin, std::min(m, begin + block));
+  });
+}
+
+template <class Epilogue>
+void multiply_values(Team& team, const bf16* x, int64_t m, const PackedLinear& w, const Epilogue& epilogue) {
+  const bf16* const panels = static_cast<const bf16*>(w.panels);
+  each_panel(team, m, 2 * w.k, w, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+    const bf16* const weights = panels + panel * kPanel * w.k;
     const auto finish = [&](int64_t row, const float* y) { epilogue(row, panel, y); };
 #ifdef BATON_HAS_AMX
     if (amx::usable(w.k)) return amx::rows_times_panel(x, begin, end, w.k, weights, finish);
 #endif
-    const bf16* const next = w.panels + (task + team.size()) % panels * kPanel * w.k;  // a guess
-    avx512::rows_times_panel(x, begin, end, w.k, weights, next, finish);
+    avx512::rows_times_panel(x, begin, end, w.k, weights, panels + next * kPanel * w.k, finish);
   });
+}
+
+template <int Bits, class Epilogue>
+void multiply_codes(Team& team, const Codes& x, int64_t m, const PackedLinear& w, const Epilogue& epilogue) {
+  each_panel(team, m, w.k, w, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+    const auto finish = [&](int64_t row, const float* y) { epilogue(row, panel, y); };
+    int8::rows_times_panel<Bits>(x, begin, end, int8::panel_of(w, panel), int8::panel_of(w, next).codes, finish);
+  });
+}
+
+template <class Epilogue>
+void multiply(Team& team, const Rows& x, int64_t m, const PackedLinear& w, const Epilogue& epilogue) {
+  switch (w.bits) {
+    case 4: return multiply_codes<4>(team, x.codes, m, w, epilogue);
+    case 8: return multiply_codes<8>(team, x.codes, m, w, epilogue);
+    default: return multiply_values(team, x.values, m, w, epilogue);
+  }
 }
 
 }  // namespace
 
-void linear(Team& team, const bf16* x, int64_t m, const PackedLinear& w, bf16* out) {
+void linear(Team& team, const Rows& x, int64_t m, const PackedLinear& w, bf16* out) {
   multiply(team, x, m, w, Store<bf16>{out, w.bias, w.n});
 }
 
-void linear_float(Team& team, const bf16* x, int64_t m, const PackedLinear& w, float* out) {
+void linear_float(Team& team, const Rows& x, int64_t m, const PackedLinear& w, float* out) {
   multiply(team, x, m, w, Store<float>{out, w.bias, w.n});
 }
 
-void linear_add(Team& team, const bf16* x, int64_t m, const PackedLinear& w, float* residual) {
+void linear_add(Team& team, const Rows& x, int64_t m, const PackedLinear& w, float* residual) {
   multiply(team, x, m, w, Add{residual, w.bias, w.n});
 }
 
-void linear_silu_mul(Team& team, const bf16* x, int64_t m, const PackedLinear& w, bf16* out) {
+void linear_silu_mul(Team& team, const Rows& x, int64_t m, const PackedLinear& w, bf16* out) {
   multiply(team, x, m, w, SiluMul{out, w.bias, w.n / 2});
 }
 
 }  // namespace baton
 
-using baton::bf16, baton::PackedLinear, baton::Team;
+using baton::bf16, baton::PackedLinear, baton::Rows, baton::Team;
 
-extern "C" void baton_linear(Team* team, const bf16* x, int64_t m, const bf16* panels, const float* bias, int64_t n,
-                             int64_t k, bf16* out) {
-  baton::linear(*team, x, m, {panels, bias, n, k}, out);
+extern "C" void baton_linear(Team* team, const Rows* x, int64_t m, const PackedLinear* w, bf16* out) {
+  baton::linear(*team, *x, m, *w, out);
 }
 
-extern "C" void baton_linear_float(Team* team, const bf16* x, int64_t m, const bf16* panels, const float* bias, int64_t n,
-                                   int64_t k, float* out) {
-  baton::linear_float(*team, x, m, {panels, bias, n, k}, out);
+extern "C" void baton_linear_float(Team* team, const Rows* x, int64_t m, const PackedLinear* w, float* out) {
+  baton::linear_float(*team, *x, m, *w, out);
 }
 
-extern "C" void baton_linear_add(Team* team, const bf16* x, int64_t m, const bf16* panels, const float* bias, int64_t n,
-                                 int64_t k, float* residual) {
-  baton::linear_add(*team, x, m, {panels, bias, n, k}, residual);
+extern "C" void baton_linear_add(Team* team, const Rows* x, int64_t m, const PackedLinear* w, float* residual) {
+  baton::linear_add(*team, *x, m, *w, residual);
 }
 
-extern "C" void baton_linear_silu_mul(Team* team, const bf16* x, int64_t m, const bf16* panels, const float* bias,
-                                      int64_t n, int64_t k, bf16* out) {
-  baton::linear_silu_mul(*team, x, m, {panels, bias, n, k}, out);
+extern "C" void baton_linear_silu_mul(Team* team, const Rows* x, int64_t m, const PackedLinear* w, bf16* out) {
+  baton::linear_silu_mul(*team, *x, m, *w, out);
 }

@@ -1,10 +1,16 @@
-// y = x W^T with weights that were packed at load. x is bf16 [m][k]. Products are added up in float32.
+// y = x W^T with weights that were packed at load.
 //
-// A panel holds 64 output columns: panels[n / 64][k / 2][64][2], zero-padded to whole panels. A panel is read from
-// memory once for all m rows. Its layout is that of vdpbf16ps (a pair of k per lane) and of an AMX tile (16 rows of
-// 64 bytes). Every output element is summed over k in the same order for any m, so the result of a row does not
-// depend on the batch.
+// A panel holds 64 output columns in units of 4 bytes: panels[n / 64][units of k][64], zero-padded to whole panels. A
+// unit is a pair of bf16, four codes of 8 bits, or eight codes of 4 bits: those of the first four k in the lower halves
+// of its bytes. A panel is read from memory once for all m rows. Its layout is that of vdpbf16ps and vpdpbusd (a unit
+// per lane) and of an AMX tile (16 rows of 64 bytes).
+//
+// bf16 is multiplied by bf16, and products are added up in float32, over k in the same order for any m. Codes are
+// multiplied by codes of x (quantize.h), and products are added up as integers, which is exact in any order. Groups of k
+// with a scale of their own are added up in float32, in ascending order. So the result of a row does not depend on the
+// batch.
 #pragma once
+#include "quantize.h"
 #include "threads.h"
 #include "vec.h"
 
@@ -12,17 +18,31 @@ namespace baton {
 
 constexpr int64_t kPanel = 64;
 
+// A weight. A code stands for (code - zero) * scale; scales and zeros are [n / 64][k / group][64], as panels are.
 struct PackedLinear {
-  const bf16* panels;
+  const void* panels;
   const float* bias;  // [n], or null
   int64_t n, k;
+  int64_t bits;          // 16: bf16. 8 and 4: codes, unsigned
+  int64_t group;         // k that share a scale. The fields from here on are those of codes
+  const float* scales;
+  const uint8_t* zeros;  // null: all are 2^(bits - 1)
+  const int32_t* order;  // [k], the column of x for each k. Null: k itself
+
+  bool has_codes() const { return bits < 16; }
 };
 
-void linear(Team&, const bf16* x, int64_t m, const PackedLinear&, bf16* out);          // [m][n]
-void linear_float(Team&, const bf16* x, int64_t m, const PackedLinear&, float* out);   // [m][n], for logits
-void linear_add(Team&, const bf16* x, int64_t m, const PackedLinear&, float* residual);  // residual [m][n] += y
+// Rows of x for a weight: bf16, or codes where the weight has codes.
+struct Rows {
+  const bf16* values = nullptr;  // [m][k]
+  Codes codes{};
+};
+
+void linear(Team&, const Rows&, int64_t m, const PackedLinear&, bf16* out);              // [m][n]
+void linear_float(Team&, const Rows&, int64_t m, const PackedLinear&, float* out);       // [m][n], for logits
+void linear_add(Team&, const Rows&, int64_t m, const PackedLinear&, float* residual);  // residual [m][n] += y
 
 // out [m][n / 2] = silu(gate) * up. A panel holds 32 gate columns, then the same 32 columns of up.
-void linear_silu_mul(Team&, const bf16* x, int64_t m, const PackedLinear&, bf16* out);
+void linear_silu_mul(Team&, const Rows&, int64_t m, const PackedLinear&, bf16* out);
 
 }  // namespace baton

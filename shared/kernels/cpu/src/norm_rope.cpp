@@ -84,14 +84,33 @@ void embed(Team& team, const int64_t* input_ids, int64_t T, const bf16* table, i
   });
 }
 
+// The norm of one row.
+struct NormedRow {
+  const float *x, *weight;
+  int64_t size;
+  float scale;
+
+  NormedRow(const float* x, int64_t size, const float* weight, float eps)
+      : x(x), weight(weight), size(size), scale(inverse_rms(x, size, eps)) {}
+
+  __m512 operator()(int64_t i) const {  // elements [i, i + 16), 0 where they are past its end
+    const __mmask16 lanes = lanes_below(size, i);
+    return _mm512_mul_ps(_mm512_mul_ps(load_lanes(x + i, lanes), _mm512_set1_ps(scale)), load_lanes(weight + i, lanes));
+  }
+  float at(int64_t i) const { return x[i] * scale * weight[i]; }
+};
+
 void rms_norm(Team& team, const float* x, int64_t T, int64_t size, const float* weight, float eps, bf16* out) {
   each_token(team, T, [&](int64_t t) {
-    const __m512 scale = _mm512_set1_ps(inverse_rms(x + t * size, size, eps));
-    for (int64_t i = 0; i < size; i += 16) {
-      const __mmask16 lanes = lanes_below(size, i);
-      const __m512 normed = _mm512_mul_ps(load_lanes(x + t * size + i, lanes), scale);
-      store_lanes(out + t * size + i, lanes, _mm512_mul_ps(normed, load_lanes(weight + i, lanes)));
-    }
+    const NormedRow normed(x + t * size, size, weight, eps);
+    for (int64_t i = 0; i < size; i += 16) store_lanes(out + t * size + i, lanes_below(size, i), normed(i));
+  });
+}
+
+void rms_norm(Team& team, const float* x, int64_t T, int64_t size, const float* weight, float eps, const Codes& out) {
+  each_token(team, T, [&](int64_t t) {
+    const NormedRow normed(x + t * size, size, weight, eps);
+    quantize_row(out, t, normed, [&](int64_t i) { return normed.at(i); });
   });
 }
 
@@ -141,6 +160,11 @@ extern "C" void baton_embed(Team* team, const int64_t* input_ids, int64_t T, con
 extern "C" void baton_rms_norm(Team* team, const float* x, int64_t T, int64_t size, const float* weight, float eps,
                                bf16* out) {
   baton::rms_norm(*team, x, T, size, weight, eps, out);
+}
+
+extern "C" void baton_rms_norm_codes(Team* team, const float* x, int64_t T, int64_t size, const float* weight, float eps,
+                                     const baton::Codes* out) {
+  baton::rms_norm(*team, x, T, size, weight, eps, *out);
 }
 
 extern "C" void baton_rotary_cos_sin(Team* team, const int64_t* positions, int64_t T, const float* frequencies,

@@ -1,6 +1,7 @@
 // The operations between a layer's linear projections, for the T tokens of a forward. The residual stream is float32.
 #pragma once
 #include "attention.h"
+#include "quantize.h"
 #include "threads.h"
 #include "vec.h"
 
@@ -11,6 +12,9 @@ void embed(Team&, const int64_t* input_ids, int64_t T, const bf16* table, int64_
 
 // out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps), rounded once (arXiv 1910.07467): x, out [T][size].
 void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weight, float eps, bf16* out);
+
+// The same as codes, which are made of the float32 result.
+void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weight, float eps, const Codes& out);
 
 // cos_sin [T][2][half]: cosine, then sine of position * frequency, once per forward for all layers.
 void rotary_cos_sin(Team&, const int64_t* positions, int64_t T, const float* frequencies, int64_t half, float* cos_sin);

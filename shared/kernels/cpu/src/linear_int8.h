@@ -1,0 +1,137 @@
+// Rows of codes times one panel of codes with AVX512. Products are added up as integers, four registers for each row.
+#pragma once
+#include <algorithm>
+
+#include "linear.h"
+
+namespace baton::int8 {
+
+constexpr int kMaxRows = 6;  // 24 sums, 4 registers of the panel, 1 of x
+constexpr int kUnitLines = 4 * kPanel / 64;  // cache lines of a unit of k
+
+// A group of k of a panel and of rows of x.
+struct Group {
+  const uint8_t* panel;
+  const int8_t* x;
+  int64_t stride;  // bytes from row to row of x
+  int64_t units;   // of the group
+};
+
+// sums[r] += the products of row r. For each unit, `fetched` lines from `ahead` on are prefetched into the L2.
+template <int Bits, int R>
+inline void add_products(const Group& group, int64_t fetched, const char* ahead, __m512i (&sums)[R][4]) {
+  constexpr int kCodes = 32 / Bits;  // of a unit
+  const uint8_t* panel = group.panel;
+  for (int64_t unit = 0; unit < group.units; unit++, panel += 4 * kPanel) {
+    for (int64_t line = 0; line < fetched; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+    __m512i w[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) w[j] = _mm512_loadu_si512(panel + 64 * j);
+    const auto add = [&](const __m512i (&codes)[4], int64_t k) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        int32_t quad;
+        std::memcpy(&quad, group.x + r * group.stride + k, 4);
+        const __m512i xr = _mm512_set1_epi32(quad);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) sums[r][j] = dot_quads(sums[r][j], codes[j], xr);
+      }
+    };
+    if constexpr (Bits == 8) {
+      add(w, kCodes * unit);
+    } else {
+      const __m512i nibble = _mm512_set1_epi8(0x0f);
+      __m512i codes[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) codes[j] = _mm512_and_si512(w[j], nibble);
+      add(codes, kCodes * unit);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) codes[j] = _mm512_and_si512(_mm512_srli_epi16(w[j], 4), nibble);
+      add(codes, kCodes * unit + 4);
+    }
+  }
+}
+
+// One panel of a weight, and the scales and zeros of its columns.
+struct Panel {
+  const uint8_t* codes;
+  const float* scales;   // [k / group][64]
+  const uint8_t* zeros;  // the same, or null
+};
+
+inline Panel panel_of(const PackedLinear& w, int64_t panel) {
+  const int64_t nbytes = w.k * w.bits / 8 * kPanel, scales = w.k / w.group * kPanel;
+  return {static_cast<const uint8_t*>(w.panels) + panel * nbytes, w.scales + panel * scales,
+          w.zeros ? w.zeros + panel * scales : nullptr};
+}
+
+// The sums begin with -zero * (the sum of x), which is the same as taking the zeros from the codes.
+template <int Bits>
+inline __m512i first_sums(const uint8_t* zeros, int32_t sum_of_x) {
+  if (zeros == nullptr) return _mm512_set1_epi32(-sum_of_x * (1 << (Bits - 1)));
+  const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+  return _mm512_mullo_epi32(zero, _mm512_set1_epi32(-sum_of_x));
+}
+
+// y [64] (+)= sums * scales of x and of the columns.
+inline void scale_sums(const __m512i (&sums)[4], float scale_of_x, const float* scales, bool is_first, float* y) {
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scale_of_x), _mm512_loadu_ps(scales + 16 * j));
+    const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[j]), scale);
+    _mm512_store_ps(y + 16 * j, is_first ? product
+                                         : _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[j]), scale, _mm512_load_ps(y + 16 * j)));
+  }
+}
+
+// y [R][64] of rows [row, row + R).
+template <int Bits, int R>
+void sum_rows(const Codes& x, int64_t row, const Panel& panel, int64_t fetched, const char* ahead, float* y) {
+  const int64_t units = x.group * Bits / 32, groups = x.groups();
+  for (int64_t g = 0; g < groups; g++, ahead += 64 * fetched * units) {
+    __m512i sums[R][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++)
+        sums[r][j] = first_sums<Bits>(panel.zeros ? panel.zeros + g * kPanel + 16 * j : nullptr, x.sums[(row + r) * groups + g]);
+    const Group group{panel.codes + g * units * 4 * kPanel, x.values + row * x.k + g * x.group, x.k, units};
+    add_products<Bits, R>(group, fetched, ahead, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      scale_sums(sums[r], x.scales[(row + r) * groups + g], panel.scales + g * kPanel, g == 0, y + r * kPanel);
+  }
+}
+
+// The same for up to kMaxRows rows.
+template <int Bits>
+void sum_rows(int64_t rows, const Codes& x, int64_t row, const Panel& panel, int64_t fetched, const char* ahead, float* y) {
+  switch (rows) {
+    case 1: return sum_rows<Bits, 1>(x, row, panel, fetched, ahead, y);
+    case 2: return sum_rows<Bits, 2>(x, row, panel, fetched, ahead, y);
+    case 3: return sum_rows<Bits, 3>(x, row, panel, fetched, ahead, y);
+    case 4: return sum_rows<Bits, 4>(x, row, panel, fetched, ahead, y);
+    case 5: return sum_rows<Bits, 5>(x, row, panel, fetched, ahead, y);
+    default: return sum_rows<Bits, 6>(x, row, panel, fetched, ahead, y);
+  }
+}
+
+// Calls finish(row, y) for rows [begin, end) of x times the panel. `next` is the panel after it.
+//
+// As with bf16, each of several steps prefetches its share of the next panel, and a single step prefetches nothing.
+template <int Bits, class Finish>
+void rows_times_panel(const Codes& x, int64_t begin, int64_t end, const Panel& panel, const uint8_t* next, Finish&& finish) {
+  alignas(64) float y[kMaxRows * kPanel];
+  const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows, units = x.k * Bits / 32;
+  const auto fetched_before = [&](int64_t step) { return steps == 1 ? 0 : (kUnitLines * step + steps - 1) / steps; };
+  const char* ahead = reinterpret_cast<const char*>(next);
+  for (int64_t step = 0, row = begin; step < steps; step++) {
+    const int64_t rows = (end - row + steps - step - 1) / (steps - step);
+    const int64_t fetched = fetched_before(step + 1) - fetched_before(step);
+    sum_rows<Bits>(rows, x, row, panel, fetched, ahead, y);
+    ahead += 64 * fetched * units;
+    for (int64_t r = 0; r < rows; r++, row++) finish(row, y + r * kPanel);
+  }
+}
+
+}  // namespace baton::int8

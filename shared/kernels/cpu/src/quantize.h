@@ -1,0 +1,58 @@
+// Codes of 8 bits for rows of activations, made anew for each token: x is about code * scale, with one scale for a group
+// of a row.
+//
+// scale = max |x| / 127 of the group, and code = x * (127 / max |x|), rounded to the nearest, ties to even. This is what
+// vLLM and SGLang compute for dynamic activations per token (group = k). A group with NaN or infinity has the scale NaN or
+// infinity, so its products are not finite either.
+#pragma once
+#include "threads.h"
+#include "vec.h"
+
+namespace baton {
+
+struct Codes {
+  int8_t* values;   // [m][k]
+  float* scales;    // [m][k / group]
+  int32_t* sums;    // [m][k / group], of the codes of a group
+  int64_t k, group;
+  const int32_t* order;  // [k], the element of x for each code. Null: those of x as they come
+
+  int64_t groups() const { return k / group; }
+};
+
+// The codes of one row. values(i) returns elements [i, i + 16) of it, 0 where they are past k, and at(i) one of them.
+template <class Values, class At>
+void quantize_row(const Codes& to, int64_t row, Values&& values, At&& at) {
+  const auto value = [&](int64_t i) {
+    if (to.order == nullptr) return values(i);
+    alignas(64) float elements[16] = {};
+    for (int64_t lane = 0; lane < 16 && i + lane < to.k; lane++) elements[lane] = at(to.order[i + lane]);
+    return _mm512_load_ps(elements);
+  };
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (int64_t g = 0; g < to.groups(); g++) {
+    const int64_t begin = g * to.group, end = begin + to.group;
+    __m512i largest = _mm512_setzero_si512();  // as integers, so that a NaN is the largest of all
+    for (int64_t i = begin; i < end; i += 16) {
+      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(value(i)), magnitude);
+      largest = _mm512_mask_max_epi32(largest, lanes_below(end, i), largest, bits);
+    }
+    const int32_t largest_bits = _mm512_reduce_max_epi32(largest);
+    float most;
+    std::memcpy(&most, &largest_bits, 4);
+    const __m512 inverse = _mm512_set1_ps(most == 0.0f ? 0.0f : 127.0f / most);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = begin; i < end; i += 16) {
+      const __mmask16 lanes = lanes_below(end, i);
+      const __m512i codes = _mm512_maskz_mov_epi32(lanes, _mm512_cvtps_epi32(_mm512_mul_ps(value(i), inverse)));
+      sum = _mm512_add_epi32(sum, codes);
+      _mm_mask_storeu_epi8(to.values + row * to.k + i, lanes, _mm512_cvtsepi32_epi8(codes));
+    }
+    to.scales[row * to.groups() + g] = most / 127.0f;
+    to.sums[row * to.groups() + g] = _mm512_reduce_add_epi32(sum);
+  }
+}
+
+void quantize(Team&, const bf16* x, int64_t m, const Codes& to);  // x [m][k]
+
+}  // namespace baton

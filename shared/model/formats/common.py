@@ -1,0 +1,88 @@
+"""What the readers of quantized formats share: the tensors that they ask for, and codes packed into int32.
+
+Shape suffixes: N outputs, K inputs, G groups of K, W words of 32 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shared.errors import ModelError
+from shared.model.linear import QuantizedLinear
+from shared.model.quantization import Scheme
+from shared.model.weight_source import TensorSpec, WeightSource
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear layer of a checkpoint: its name, its sizes and how it is quantized."""
+
+    name: str
+    n: int
+    k: int
+    scheme: Scheme
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.scheme.group_size or self.k
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups the inputs have. Raises ModelError where they are no whole number."""
+        num_groups, rest = divmod(self.k, self.group_size)
+        if rest:
+            raise ModelError(
+                f"{self.name}: {self.k} inputs are no multiple of its group_size {self.group_size}"
+            )
+        return num_groups
+
+    def words(self, num_codes: int) -> int:
+        """Words of 32 bits that hold so many codes."""
+        return -(-num_codes * self.scheme.bits // 32)
+
+    def linear(
+        self,
+        codes_NK: torch.Tensor,
+        scales_NG: torch.Tensor,
+        zeros_NG: torch.Tensor | None,
+        g_idx_K: torch.Tensor | None,
+    ) -> QuantizedLinear:
+        """The layer of these codes, in the order of its groups. Raises ModelError for a g_idx that is none."""
+        order_K = None
+        if g_idx_K is not None:
+            order_K = torch.argsort(g_idx_K, stable=True)
+            if not torch.equal(
+                g_idx_K[order_K], torch.arange(self.k, dtype=g_idx_K.dtype) // self.group_size
+            ):
+                raise ModelError(f"{self.name}.g_idx: does not give {self.group_size} inputs to each group")
+            if torch.equal(order_K, torch.arange(self.k)):
+                order_K = None
+        return QuantizedLinear(
+            codes_NK=codes_NK if order_K is None else codes_NK[:, order_K],
+            bits=self.scheme.bits,
+            scales_NG=scales_NG.float(),
+            zeros_NG=zeros_NG,
+            order_K=order_K,
+            bias_N=None,
+        )
+
+
+@dataclass(frozen=True)
+class Format:
+    """How checkpoints of one format hold a linear layer."""
+
+    tensors: Callable[[LinearSpec], dict[str, TensorSpec]]
+    """The tensors of a layer by their full names."""
+    read: Callable[[WeightSource, LinearSpec], QuantizedLinear]
+    """Read a layer, without its bias. The tensors were checked."""
+
+
+def unpack(words_RW: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
+    """Codes [R, num_codes], uint8, of words that hold the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes_RWC = (words_RW[..., None] >> shifts).bitwise_and_((1 << bits) - 1)
+    return codes_RWC.to(torch.uint8).flatten(1)[:, :num_codes].contiguous()

@@ -1,0 +1,157 @@
+"""The linear layers of a decoder: a weight, its bias, and how rows are multiplied by it.
+
+A format of checkpoints is a reader that yields these (`shared.model.formats`); the decoder and the backends know no
+format. `multiply` is plain torch on any device: what the torch backend computes, and the slow twin of faster kernels.
+
+Shape suffixes: T rows of x, N outputs, K inputs, G groups of K that share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from shared.errors import ModelError
+
+_EXACT_K = 1024
+"""float32 adds up this many products of a code by a code exactly: 1024 * 127 * 128 < 2 ** 24."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseLinear:
+    """A weight in the type of the activations."""
+
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.weight_NK.shape[0], self.weight_NK.shape[1]
+
+    def multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias, [T, N]."""
+        return linear(x_TK, self.weight_NK, self.bias_N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLinear:
+    """A weight of codes: W[n, k] is (code[n, k] - zero[n, g]) * scale[n, g], where g is the group of k.
+
+    Rows of x become codes of 8 bits with a scale for each group as well, so that products of codes are added up as
+    integers, exactly in any order. Groups are added up in ascending order. Without `zeros_NG`, all are
+    2 ** (bits - 1).
+    """
+
+    codes_NK: torch.Tensor
+    """uint8, one code in each."""
+    bits: int
+    """8 or 4."""
+    scales_NG: torch.Tensor
+    """float32."""
+    zeros_NG: torch.Tensor | None
+    """uint8."""
+    order_K: torch.Tensor | None = None
+    """int64: column k of the codes is input order_K[k]. None: the inputs as they come."""
+    bias_N: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.codes_NK.shape[0], self.codes_NK.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.codes_NK.shape[1] // self.scales_NG.shape[1]
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether all zeros are the middle of the codes."""
+        return self.zeros_NG is None
+
+    def multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias, [T, N], in the type of x."""
+        size = self.group_size
+        codes_TK, scales_TG = quantize_rows(x_TK if self.order_K is None else x_TK[:, self.order_K], size)
+        y_TN = torch.zeros(len(x_TK), len(self.codes_NK), device=x_TK.device)
+        for g in range(self.scales_NG.shape[1]):
+            of_group = slice(g * size, (g + 1) * size)
+            weight_NK = self.codes_NK[:, of_group].to(torch.int16) - self._zeros(g)
+            sums_TN = _exact_product(codes_TK[:, of_group], weight_NK)
+            y_TN += sums_TN.float() * (scales_TG[:, g, None] * self.scales_NG[:, g])
+        if self.bias_N is not None:
+            y_TN += self.bias_N
+        return y_TN.to(x_TK.dtype)
+
+    def dequantized(self) -> torch.Tensor:
+        """Return W, [N, K], in float32."""
+        groups_NGK = in_groups(self.codes_NK.float(), self.group_size)
+        zeros = float(1 << (self.bits - 1)) if self.zeros_NG is None else self.zeros_NG[..., None]
+        weight_NK: torch.Tensor = ((groups_NGK - zeros) * self.scales_NG[..., None]).flatten(1)
+        return weight_NK if self.order_K is None else weight_NK[:, torch.argsort(self.order_K)]
+
+    def to(self, device: torch.device) -> QuantizedLinear:
+        """The same layer on `device`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
+
+    def _zeros(self, g: int) -> torch.Tensor | int:
+        return 1 << (self.bits - 1) if self.zeros_NG is None else self.zeros_NG[:, g, None].to(torch.int16)
+
+
+Linear = DenseLinear | QuantizedLinear
+
+
+def in_groups(x_TK: torch.Tensor, group_size: int) -> torch.Tensor:
+    """A view [T, G, K / G]."""
+    return x_TK.reshape(len(x_TK), x_TK.shape[1] // group_size, group_size)
+
+
+def quantize_rows(x_TK: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [T, K], int8, and scales [T, G], float32: the largest of each group becomes 127."""
+    groups_TGK = in_groups(x_TK.float(), group_size)
+    most_TG = groups_TGK.abs().amax(2)
+    # Not 127.0 / most_TG, which torch computes as 127.0 * (1 / most_TG).
+    inverse_TG = torch.where(most_TG == 0, 0.0, torch.full_like(most_TG, 127.0) / most_TG)
+    codes_TGK = torch.round(groups_TGK * inverse_TG[..., None]).nan_to_num(0.0).clamp(-127, 127)
+    return codes_TGK.to(torch.int8).flatten(1), most_TG / 127.0
+
+
+def quantize_weight(weight_NK: torch.Tensor, *, bits: int, group_size: int) -> QuantizedLinear:
+    """Quantize a dense weight: codes that are nearest to it, symmetric, with a scale for each group of a row."""
+    groups_NGK = in_groups(weight_NK.float(), group_size)
+    middle = 1 << (bits - 1)
+    scales_NG = groups_NGK.abs().amax(2).clamp(min=torch.finfo(torch.float32).tiny) / (middle - 1)
+    codes_NGK = torch.round(groups_NGK / scales_NG[..., None]).clamp(1 - middle, middle - 1) + middle
+    codes_NK = codes_NGK.to(torch.uint8).flatten(1)
+    return QuantizedLinear(codes_NK=codes_NK, bits=bits, scales_NG=scales_NG, zeros_NG=None)
+
+
+def stack(parts: Sequence[QuantizedLinear], bias_N: torch.Tensor | None) -> QuantizedLinear:
+    """One layer for several of one scheme with the same input, their outputs one after the other.
+
+    Raises ModelError where they have their inputs in different orders.
+    """
+    first = parts[0]
+    if len({None if part.order_K is None else tuple(part.order_K.tolist()) for part in parts}) > 1:
+        raise ModelError("layers that are computed as one (q, k and v, or gate and up) have different g_idx")
+    zeros = [part.zeros_NG for part in parts if part.zeros_NG is not None]
+    return replace(
+        first,
+        codes_NK=torch.cat([part.codes_NK for part in parts]) if len(parts) > 1 else first.codes_NK,
+        scales_NG=torch.cat([part.scales_NG for part in parts]),
+        zeros_NG=torch.cat(zeros) if zeros else None,
+        bias_N=bias_N,
+    )
+
+
+def _exact_product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """x W^T of integers, int32: float32 products of parts of K that are short enough to be exact."""
+    parts = zip(*(torch.split(each.float(), _EXACT_K, 1) for each in (x_TK, weight_NK)), strict=True)
+    return torch.stack([(x @ w.T).to(torch.int32) for x, w in parts]).sum(0, dtype=torch.int32)

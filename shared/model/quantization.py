@@ -1,0 +1,300 @@
+"""How a checkpoint's linear layers are quantized: `quantization_config` of config.json, read into a `Quantization`.
+
+A setting that would be computed wrongly is refused with its name, before any weight is read. The router imports this
+file, so this file never imports torch.
+
+    quant_method         format             what is read
+    compressed-tensors   int-quantized      int8 weights with a scale for each channel (W8A8)
+    compressed-tensors   pack-quantized     4 or 8 bits, a scale for each channel or group (W4A16, W8A16)
+    awq                  version gemm       4 bits, packed along the outputs, groups with zeros
+    gptq                 gptq, gptq_v2      4 or 8 bits, packed along the inputs, groups with zeros
+
+Sources: compressed-tensors' `quantization/quant_args.py` and `compressors/`, AutoAWQ's `utils/packing_utils.py`,
+GPTQModel's `nn_modules/qlinear`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from shared.errors import ModelError
+
+GROUP_SIZE_ON_LOAD = 64
+"""Of the 4-bit weights that `--quantization int4` makes."""
+
+T = TypeVar("T")
+
+
+class Layout(Enum):
+    """Where the codes of a layer come from. Its value is what `/server_info` and errors call it."""
+
+    ON_LOAD = "quantized while loading"
+    INT_QUANTIZED = "compressed-tensors int-quantized"
+    PACK_QUANTIZED = "compressed-tensors pack-quantized"
+    AWQ = "awq"
+    GPTQ = "gptq"
+    GPTQ_V2 = "gptq_v2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How one linear layer is quantized. `group_size` inputs share a scale; None: all inputs of an output do."""
+
+    layout: Layout
+    bits: Literal[4, 8]
+    group_size: int | None
+    is_symmetric: bool
+    has_order: bool = False
+    """Whether the groups of the inputs are in any order, which a tensor g_idx gives (GPTQ's desc_act)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """The schemes of a model's linear layers."""
+
+    name: str
+    """As `/server_info` shows it."""
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+    """(targets, scheme). A target is the name of a layer, `re:` and a regex, or Linear for all."""
+    ignored: tuple[str, ...] = ()
+
+    def scheme_of(self, layer: str) -> Scheme | None:
+        """The scheme of a linear layer, such as model.layers.0.self_attn.q_proj. None: it is not quantized."""
+        if any(_matches(layer, target) for target in self.ignored):
+            return None
+        found = [
+            (_rank(target), scheme)
+            for targets, scheme in self.schemes
+            for target in targets
+            if _matches(layer, target)
+        ]
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def of_dummy_weights(quantization: Quantization) -> Quantization:
+    """The same bits and groups, for weights that are not in a file and so are quantized while they are made."""
+
+    def on_load(scheme: Scheme) -> Scheme:
+        return replace(scheme, layout=Layout.ON_LOAD, is_symmetric=True, has_order=False)
+
+    schemes = tuple((targets, on_load(scheme)) for targets, scheme in quantization.schemes)
+    return replace(quantization, schemes=schemes)
+
+
+def quantize_on_load(name: str) -> Quantization:
+    """What `--quantization` makes of a checkpoint that is not quantized: `int8` or `int4`.
+
+    The lm_head gets 8 bits under both, since its errors reach the logits directly.
+    """
+    int8 = Scheme(layout=Layout.ON_LOAD, bits=8, group_size=None, is_symmetric=True)
+    int4 = Scheme(layout=Layout.ON_LOAD, bits=4, group_size=GROUP_SIZE_ON_LOAD, is_symmetric=True)
+    layers = {"int8": int8, "int4": int4}[name]
+    return Quantization(
+        name=f"{name} {Layout.ON_LOAD.value}", schemes=((("lm_head",), int8), (("Linear",), layers))
+    )
+
+
+def _matches(layer: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], layer) is not None
+    return target in ("Linear", layer)
+
+
+def _rank(target: str) -> int:
+    """A name comes before a regex, and a regex before all layers, as in compressed-tensors' match_targets."""
+    return 1 if target.startswith("re:") else 2 if target == "Linear" else 0
+
+
+# ------------------------------------------------------------------------------------- quantization_config
+class _Method(msgspec.Struct):
+    quant_method: str
+
+
+class _Args(msgspec.Struct, kw_only=True):
+    """compressed-tensors' QuantizationArgs."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    group_size: int | None = None
+    strategy: str | None = None
+    dynamic: bool | str = False
+    actorder: str | bool | None = None
+
+
+class _ConfigGroup(msgspec.Struct, kw_only=True):
+    targets: list[str]
+    weights: _Args | None = None
+    input_activations: _Args | None = None
+    output_activations: _Args | None = None
+    format: str | None = None
+
+
+class _CompressedTensors(msgspec.Struct, kw_only=True):
+    config_groups: dict[str, _ConfigGroup]
+    format: str = "dense"
+    quantization_status: str = "compressed"
+    ignore: list[str] | None = None
+    kv_cache_scheme: dict[str, Any] | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+
+_GroupSize = Annotated[int, msgspec.Meta(ge=-1, le=2**16)]
+
+
+class _Awq(msgspec.Struct, kw_only=True):
+    bits: int = 4
+    group_size: _GroupSize = 128
+    zero_point: bool = True
+    version: str = "gemm"
+    modules_to_not_convert: list[str] | None = None
+
+
+class _Gptq(msgspec.Struct, kw_only=True):
+    bits: int
+    group_size: _GroupSize = 128
+    desc_act: bool = False
+    sym: bool = True
+    lm_head: bool = False
+    checkpoint_format: str = "gptq"
+    dynamic: dict[str, Any] | None = None
+
+
+def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
+    """Read `quantization_config` of the config.json at `path`. Raises ModelError for what is not supported."""
+    match _convert(raw, _Method, path).quant_method:
+        case "compressed-tensors":
+            return _compressed_tensors(_convert(raw, _CompressedTensors, path), path)
+        case "awq":
+            return _awq(_convert(raw, _Awq, path), path)
+        case "gptq":
+            return _gptq(_convert(raw, _Gptq, path), path)
+        case other:
+            raise _unsupported(path, "quant_method", other, "compressed-tensors, awq, gptq")
+
+
+def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        value = getattr(fields, name) or {}
+        if value and value.get("format") != "dense":
+            raise _unsupported(path, name, value.get("format") or "a setting", "none")
+    if fields.quantization_status != "compressed":
+        raise _unsupported(path, "quantization_status", fields.quantization_status, "compressed")
+    schemes = tuple(
+        (tuple(group.targets), _scheme(group, group.format or fields.format, f"config_groups.{name}", path))
+        for name, group in fields.config_groups.items()
+    )
+    formats = sorted({f"W{scheme.bits} {scheme.layout.value}" for _, scheme in schemes})
+    return Quantization(name=", ".join(formats), schemes=schemes, ignored=tuple(fields.ignore or ()))
+
+
+def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Scheme:
+    weights, inputs = group.weights, group.input_activations
+    if weights is None or weights.type != "int" or weights.num_bits not in (4, 8) or weights.dynamic:
+        what = "none" if weights is None else f"{weights.type} of {weights.num_bits} bits"
+        raise _unsupported(path, f"{key}.weights", what, "int of 8 or 4 bits")
+    if group.output_activations is not None:
+        raise _unsupported(path, f"{key}.output_activations", "a setting", "none")
+    if inputs is not None and (
+        inputs.num_bits,
+        inputs.type,
+        inputs.strategy,
+        inputs.dynamic,
+        inputs.symmetric,
+    ) != (
+        8,
+        "int",
+        "token",
+        True,
+        True,
+    ):
+        what = (
+            f"{inputs.type} of {inputs.num_bits} bits, strategy {inputs.strategy}, dynamic {inputs.dynamic}"
+        )
+        raise _unsupported(
+            path, f"{key}.input_activations", what, "symmetric int of 8 bits, token, dynamic True"
+        )
+    match file_format:
+        case "int-quantized" if weights.num_bits == 8 and inputs is not None:
+            layout = Layout.INT_QUANTIZED
+        case "pack-quantized" if inputs is None:
+            layout = Layout.PACK_QUANTIZED
+        case _:
+            what = f"{file_format} with{'' if inputs is not None else 'out'} input_activations"
+            raise _unsupported(path, f"{key}.format", what, "int-quantized with them, pack-quantized without")
+    match weights.strategy:
+        case "channel":
+            group_size = None
+        case "group" if weights.group_size is not None and weights.group_size > 0 and inputs is None:
+            group_size = weights.group_size
+        case other:
+            what = f"{other} of {weights.group_size}"
+            raise _unsupported(
+                path, f"{key}.weights.strategy", what, "channel, or group without input_activations"
+            )
+    return Scheme(
+        layout=layout,
+        bits=4 if weights.num_bits == 4 else 8,
+        group_size=group_size,
+        is_symmetric=weights.symmetric,
+        has_order=weights.actorder in ("group", True),
+    )
+
+
+def _awq(fields: _Awq, path: Path) -> Quantization:
+    if fields.bits != 4:
+        raise _unsupported(path, "bits", fields.bits, "4")
+    if fields.version != "gemm" or not fields.zero_point:
+        raise _unsupported(
+            path, "version", f"{fields.version}, zero_point {fields.zero_point}", "gemm with zero_point"
+        )
+    scheme = Scheme(layout=Layout.AWQ, bits=4, group_size=_group_size(fields.group_size), is_symmetric=False)
+    ignored = (*_anywhere(fields.modules_to_not_convert or ()), "lm_head")
+    return Quantization(name="W4 awq", schemes=((("Linear",), scheme),), ignored=ignored)
+
+
+def _gptq(fields: _Gptq, path: Path) -> Quantization:
+    if fields.bits not in (4, 8):
+        raise _unsupported(path, "bits", fields.bits, "4, 8")
+    if fields.checkpoint_format not in ("gptq", "gptq_v2"):
+        raise _unsupported(path, "checkpoint_format", fields.checkpoint_format, "gptq, gptq_v2")
+    if fields.dynamic:
+        raise _unsupported(path, "dynamic", "a setting", "none")
+    scheme = Scheme(
+        layout=Layout(fields.checkpoint_format),
+        bits=4 if fields.bits == 4 else 8,
+        group_size=_group_size(fields.group_size),
+        is_symmetric=False,  # a file has zeros in any case
+        has_order=fields.desc_act,
+    )
+    ignored = () if fields.lm_head else ("lm_head",)
+    return Quantization(name=f"W{fields.bits} gptq", schemes=((("Linear",), scheme),), ignored=ignored)
+
+
+def _group_size(size: int) -> int | None:
+    return size if size > 0 else None
+
+
+def _anywhere(names: tuple[str, ...] | list[str]) -> list[str]:
+    """AutoAWQ leaves out each layer whose name contains one of these."""
+    return [f"re:.*{re.escape(name)}" for name in names]
+
+
+def _convert(raw: dict[str, Any], fields: type[T], path: Path) -> T:
+    try:
+        return msgspec.convert(raw, type=fields)
+    except msgspec.ValidationError as e:
+        raise ModelError(f"{path}: quantization_config: {e}") from e
+
+
+def _unsupported(path: Path, key: str, what: object, supported: str) -> ModelError:
+    return ModelError(
+        f"{path}: quantization_config.{key}: {what} is not supported; supported are: {supported}"
+    )
