@@ -157,7 +157,7 @@ def build_engine(
             share.warm_up(bound)
         undo.pop_all()
     backend, pool = bound.backend, bound.pool
-    quantized = None if shape.model.quantization is None else shape.model.quantization.name
+    quantized = "" if shape.model.quantization is None else shape.model.quantization.name
     limits = NodeLimits(
         context_length=shape.context_length,
         max_total_num_tokens=num_pages * config.cache.page_size,
@@ -169,7 +169,7 @@ def build_engine(
         model=config.model.model,
         device=device,
         dtype=dtype_name(shape.dtype),
-        quantization=quantized,
+        quantization=quantized or None,
         attention_backend=f"{backend.name} ({ignored})" if ignored else backend.name,
         numerics=backend.numerics,
         page_mover=pool.mover.name,
@@ -192,13 +192,14 @@ def build_engine(
         ),
         stream=bound.stream,
         layout=KVLayout(
-            fingerprint=fingerprint(folder, seed, config.model.quantization),
+            fingerprint=fingerprint(folder, seed),
             dtype=dtype_name(shape.dtype),
             page_size=config.cache.page_size,
             num_layers=shape.model.num_layers,
             num_kv_heads=shape.model.num_kv_heads,
             head_dim=shape.model.head_dim,
             numerics=f"{backend.numerics}/{dtype_name(shape.dtype)}",
+            quantization=quantized,
         ),
         limits=limits,
         progress=progress,

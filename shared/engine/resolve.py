@@ -106,8 +106,8 @@ def resolve_num_host_pages(config: NodeConfig, num_pages: int, page_nbytes: int,
     return tokens // config.cache.page_size
 
 
-def fingerprint(folder: Path, dummy_seed: int | None = None, quantization: str | None = None) -> str:
-    """A digest that tells weights apart without reading them whole: files, and what `--quantization` makes of them.
+def fingerprint(folder: Path, dummy_seed: int | None = None) -> str:
+    """A digest that tells checkpoints apart without reading them whole.
 
     With a `dummy_seed` the weights follow from the config and the seed, so the digest covers these.
 
@@ -115,8 +115,6 @@ def fingerprint(folder: Path, dummy_seed: int | None = None, quantization: str |
     are spread evenly from the first byte to the last. So it sees every tensor that is larger than 1/255 of its file.
     """
     digest = xxhash.xxh3_64((folder / "config.json").read_bytes())
-    if quantization is not None:
-        digest.update(f"quantization:{quantization}".encode())
     if dummy_seed is not None:
         digest.update(f"dummy:{dummy_seed}".encode())
         return digest.hexdigest()

@@ -106,6 +106,8 @@ class KVLayout(Record, frozen=True):
     `numerics` names everything that decides about the bits of a token's KV and logits: the attention backend with its
     version, the instruction set and the type (`native-1/avx512_bf16/bfloat16`). Nodes of one fleet may differ in it;
     then no pages move between them, unless --allow-mixed-numerics permits it.
+
+    `quantization` is the name of what the weights are quantized to, empty for none.
     """
 
     fingerprint: str
@@ -115,6 +117,7 @@ class KVLayout(Record, frozen=True):
     num_kv_heads: int
     head_dim: int
     numerics: str = ""
+    quantization: str = ""
 
     @property
     def nbytes_per_token(self) -> int:

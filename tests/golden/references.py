@@ -20,6 +20,7 @@ from tests.modelzoo import (
     reference_greedy_batch,
     reference_logits,
 )
+from tests.quantized_models import compressed_tensors, quantize_folder
 from tests.unit.engine.naive_sampler import naive_penalize, naive_sample
 
 MODELS = (*ARCHITECTURES, "builtin")
@@ -77,7 +78,11 @@ class Zoo:
         if model == "builtin":
             return resolve_model("builtin")  # a ModelError, and so a failure, when the checkout lacks it
         folder = self.root / model
-        return folder if folder.exists() else make_model(folder, model, **self.sizes)
+        if folder.exists():
+            return folder
+        if model == "qwen3-w8a8":
+            return quantize_folder(self.folder("qwen3"), folder, compressed_tensors(8, activations=True))
+        return make_model(folder, model, **self.sizes)
 
     def prompts(self, model: str) -> list[list[int]]:
         """Prompts of 60, 80, .. 200 tokens that share no first token, so that none is a prefix hit of another.

@@ -1,7 +1,8 @@
-"""In bf16 by the native kernels, the KV, logits and logprobs of a token have the same bits however they are computed.
+"""By the native kernels, the KV, logits and logprobs of a token have the same bits however they are computed.
 
-Of one sequence, every cut into extends and decode steps, beside any other sequences, with any page size and number of
-threads, leaves the KV of one extend over all of it. Each cut ends with the logits of an extend up to there.
+In bf16 and with quantized weights: of one sequence, every cut into extends and decode steps, beside any other
+sequences, with any page size and number of threads, leaves the KV of one extend over all of it. Each cut ends with
+the logits of an extend up to there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -26,13 +27,20 @@ from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.model.config import ModelConfig, load_model_config
+from shared.model.quantization import quantize_on_load
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.kernels.cpu.conftest import BUILDS
 from tests.modelzoo import make_model, random_prompt
+from tests.quantized_models import compressed_tensors, gptq, quantize_folder
 
 MODELS = {
     "qwen3": {"num_hidden_layers": 2},
     "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 48},
+}
+QUANTIZED = {
+    "qwen3-w8a8": ("qwen3", lambda: compressed_tensors(8, activations=True)),
+    "llama-gptq": ("llama", lambda: gptq(4, 32, desc_act=True)),
+    "llama-int4": ("llama", lambda: None),
 }
 NUM_ROWS = 8
 LENGTH = 1100
@@ -43,8 +51,12 @@ IDS = random_prompt(LENGTH, seed=1)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("exact")
-    return {
+    dense = {
         name: make_model(root / name, name, dtype="bfloat16", **changes) for name, changes in MODELS.items()
+    }
+    return dense | {
+        name: quantize_folder(dense[of], root / name, how) if (how := make()) else dense[of]
+        for name, (of, make) in QUANTIZED.items()
     }
 
 
@@ -135,9 +147,13 @@ class Native:
 
     folder: Path
     flags: Sequence[str]
+    quantization: str | None = None
+    """What is made of a dense model while it is loaded."""
 
     def engine(self, num_threads: int, page_size: int) -> Engine:
         config = load_model_config(self.folder)
+        if self.quantization is not None:
+            config = replace(config, quantization=quantize_on_load(self.quantization))
         return Engine(config, native_model(self.folder, config, num_threads, self.flags), page_size, CPU)
 
 
@@ -146,9 +162,9 @@ def flags(request: pytest.FixtureRequest) -> Sequence[str]:
     return BUILDS[request.param]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *QUANTIZED])
 def native(request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequence[str]) -> Native:
-    return Native(folders[request.param], flags)
+    return Native(folders[request.param], flags, "int4" if request.param.endswith("int4") else None)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,206 @@
+"""Quantized checkpoints are read as their libraries read them, and what is wrong is refused with its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.errors import ModelError
+from shared.model.checkpoint import Checkpoint
+from shared.model.config import load_model_config
+from shared.model.linear import DenseLinear, QuantizedLinear
+from shared.model.weights import DecoderWeights, load_weights, weights_nbytes
+from tests.modelzoo import make_model
+from tests.quantized_models import Quantize, awq, compressed_tensors, gptq, quantize_folder
+
+CPU = torch.device("cpu")
+FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
+    "w8a8": lambda: compressed_tensors(8, activations=True),
+    "w8a8-zeros": lambda: compressed_tensors(8, activations=True, symmetric=False),
+    "w8a16": lambda: compressed_tensors(8),
+    "w8a16-g32": lambda: compressed_tensors(8, group_size=32),
+    "w4a16": lambda: compressed_tensors(4),
+    "w4a16-g32": lambda: compressed_tensors(4, group_size=32),
+    "w4a16-g32-zeros": lambda: compressed_tensors(4, group_size=32, symmetric=False),
+    "w4a16-g32-order": lambda: compressed_tensors(4, group_size=32, order=True),
+    "awq": lambda: awq(32),
+    "gptq": lambda: gptq(4, 32),
+    "gptq-v2": lambda: gptq(4, 32, version="gptq_v2"),
+    "gptq-8": lambda: gptq(8, -1),
+    "gptq-order": lambda: gptq(4, 32, desc_act=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model in each format; qwen2 has biases."""
+    root = tmp_path_factory.mktemp("formats")
+    dense = make_model(root / "dense", "qwen2", dtype="bfloat16")
+    return {name: quantize_folder(dense, root / name, make()) for name, make in FORMATS.items()}
+
+
+def load(folder: Path) -> DecoderWeights:
+    return load_weights(Checkpoint(folder), load_model_config(folder), dtype=torch.bfloat16, device=CPU)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -> None:
+    stands_for = load_file(folders[name] / "dense" / "model.safetensors")
+    for i, layer in enumerate(load(folders[name]).layers):
+        for linear, parts in (
+            (layer.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (layer.o_proj, ("self_attn.o_proj",)),
+            (layer.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj")),
+            (layer.down_proj, ("mlp.down_proj",)),
+        ):
+            assert isinstance(linear, QuantizedLinear) and linear.bits == (8 if "8" in name else 4)
+            wanted = torch.cat([stands_for[f"model.layers.{i}.{part}.weight"] for part in parts])
+            assert torch.equal(linear.dequantized(), wanted.float())
+            assert (linear.order_K is not None) == name.endswith("order")
+    assert isinstance(load(folders[name]).lm_head, DenseLinear)
+
+
+def test_the_bytes_of_weights_are_those_of_their_codes(folders: dict[str, Path]) -> None:
+    dense = weights_nbytes(load_model_config(folders["w8a8"] / "dense"), torch.bfloat16)
+    of_layers = 2 * (dense // 2 - 2 * 512 * 64)  # all but the embedding and the lm_head
+    w8a8 = weights_nbytes(load_model_config(folders["w8a8"]), torch.bfloat16)
+    w4a16 = weights_nbytes(load_model_config(folders["w4a16-g32"]), torch.bfloat16)
+    assert 0.5 * of_layers < w8a8 - (dense - of_layers) < 0.6 * of_layers
+    assert 0.25 * of_layers < w4a16 - (dense - of_layers) < 0.4 * of_layers
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy with another quantization_config."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    change(config["quantization_config"])
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def of_group(**fields: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda config: config["config_groups"]["group_0"].update(fields)
+
+
+def of_weights(**fields: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda config: config["config_groups"]["group_0"]["weights"].update(fields)
+
+
+REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
+    ("w8a8", lambda config: config.update(quant_method="fbgemm_fp8"), ["quant_method", "fbgemm_fp8"]),
+    ("w8a8", lambda config: config.update(kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme"]),
+    (
+        "w8a8",
+        lambda config: config.update(sparsity_config={"format": "sparse-24"}),
+        ["sparsity_config", "sparse-24"],
+    ),
+    ("w8a8", lambda config: config.update(transform_config={"config_groups": {}}), ["transform_config"]),
+    ("w8a8", lambda config: config.update(quantization_status="frozen"), ["quantization_status", "frozen"]),
+    ("w8a8", lambda config: config.pop("config_groups"), ["config_groups"]),
+    ("w8a8", of_weights(type="float"), ["group_0.weights", "float"]),
+    ("w8a8", of_weights(num_bits=6), ["group_0.weights", "6 bits"]),
+    ("w8a8", of_weights(strategy="tensor"), ["group_0.weights.strategy", "tensor"]),
+    ("w8a8", of_weights(strategy="group", group_size=32), ["group_0.weights.strategy", "group"]),
+    ("w8a8", of_group(format="pack-quantized"), ["group_0.format", "pack-quantized"]),
+    ("w8a8", of_group(output_activations={"num_bits": 8}), ["group_0.output_activations"]),
+    ("w8a8", of_group(input_activations={"num_bits": 8, "dynamic": False}), ["group_0.input_activations"]),
+    ("w4a16-g32", of_weights(strategy="group", group_size=-1), ["group_0.weights.strategy"]),
+    ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
+    ("awq", lambda config: config.update(bits=3), ["bits", "3"]),
+    ("gptq", lambda config: config.update(bits=2), ["bits", "2"]),
+    ("gptq", lambda config: config.update(checkpoint_format="marlin"), ["checkpoint_format", "marlin"]),
+    ("gptq", lambda config: config.update(dynamic={"-:lm_head": {}}), ["dynamic"]),
+    ("gptq", lambda config: config.update(group_size=-2), ["group_size"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"), REFUSED, ids=lambda value: "-".join(value) if isinstance(value, list) else ""
+)
+def test_a_scheme_that_is_not_read_is_refused_by_name(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    change: Callable[[dict[str, Any]], object],
+    named: list[str],
+) -> None:
+    folder = changed(folders[name], tmp_path / "changed", change)
+    (folder / "model.safetensors").unlink()  # before anything is read
+    with pytest.raises(ModelError) as refused:
+        load_model_config(folder)
+    assert "quantization_config" in str(refused.value)
+    assert all(part in str(refused.value) for part in named)
+
+
+WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
+    ("w8a8", "model.layers.1.mlp.up_proj.weight_scale", lambda tensor: None),
+    ("w8a8", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor.float()),
+    ("w4a16-g32", "model.layers.0.self_attn.k_proj.weight_packed", lambda tensor: tensor[:, 1:].contiguous()),
+    ("w4a16-g32", "model.layers.0.self_attn.k_proj.weight_shape", lambda tensor: tensor + 1),
+    ("w4a16-g32-order", "model.layers.2.mlp.down_proj.weight_g_idx", lambda tensor: tensor * 0),
+    ("awq", "model.layers.0.mlp.gate_proj.qzeros", lambda tensor: None),
+    ("gptq", "model.layers.0.mlp.gate_proj.scales", lambda tensor: tensor.T.contiguous()),
+    ("gptq-order", "model.layers.0.self_attn.q_proj.g_idx", lambda tensor: tensor.flip(0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_name(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    tensor: str,
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+) -> None:
+    folder = shutil.copytree(folders[name], tmp_path / "changed")
+    tensors = load_file(folder / "model.safetensors")
+    other = change(tensors.pop(tensor))
+    save_file(tensors if other is None else tensors | {tensor: other}, folder / "model.safetensors")
+    with pytest.raises(ModelError) as refused:
+        load(folder)
+    assert tensor in str(refused.value) or "g_idx" in str(refused.value)
+
+
+def test_layers_that_are_computed_as_one_are_quantized_alike(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    ignore = ["lm_head", "re:.*layers.1.self_attn.k_proj"]
+    folder = changed(folders["w8a8"], tmp_path / "changed", lambda config: config.update(ignore=ignore))
+    with pytest.raises(ModelError) as refused:
+        load(folder)
+    assert "model.layers.1.self_attn.q_proj, model.layers.1.self_attn.k_proj" in str(refused.value)
+
+
+def test_groups_of_layers_and_what_is_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
+    """One folder of two: attention in 8 bits, the MLP in 4, all of layer 2 as it was."""
+    w8a8, w4a16 = folders["w8a8"], folders["w4a16-g32"]
+
+    def mixed(config: dict[str, Any]) -> None:
+        groups = json.loads((w4a16 / "config.json").read_text())["quantization_config"]["config_groups"]
+        config["config_groups"]["group_1"] = groups["group_0"] | {"targets": [r"re:.*mlp\..*_proj$"]}
+        config["ignore"] = ["lm_head", r"re:model\.layers\.2\..*"]
+
+    folder = changed(w8a8, tmp_path / "changed", mixed)
+    dense, eights, fours = (
+        load_file(each / "model.safetensors") for each in (w8a8.parent / "dense", w8a8, w4a16)
+    )
+    of_layer_2 = {name: tensor for name, tensor in dense.items() if ".layers.2." in name}
+    attention = {
+        name: tensor for name, tensor in eights.items() if ".mlp." not in name and ".layers.2." not in name
+    }
+    mlp = {name: tensor for name, tensor in fours.items() if ".mlp." in name and ".layers.2." not in name}
+    save_file(attention | mlp | of_layer_2, folder / "model.safetensors")
+    layers = load(folder).layers
+    for layer in layers[:2]:
+        assert isinstance(layer.qkv_proj, QuantizedLinear) and layer.qkv_proj.bits == 8
+        assert isinstance(layer.down_proj, QuantizedLinear) and layer.down_proj.bits == 4
+    assert isinstance(layers[2].qkv_proj, DenseLinear) and isinstance(layers[2].gate_up_proj, DenseLinear)
