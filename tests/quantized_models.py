@@ -79,6 +79,46 @@ def compressed_tensors(
     return config, quantize
 
 
+def fp8(strategy: str) -> tuple[dict[str, Any], Quantize]:
+    """compressed-tensors' float-quantized by tensor, channel or block, or blocks as transformers writes them."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    in_blocks = strategy in ("block", "transformers")
+    weights = QuantizationArgs(
+        num_bits=8,
+        type="float",
+        strategy="block" if in_blocks else strategy,
+        block_structure=[32, 48] if in_blocks else None,
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = BaseCompressor.get_value_from_registry("float-quantized")
+
+    def quantize(weight_NK: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = weight_NK.shape
+        rows, columns = {"tensor": (n, k), "channel": (1, k)}.get(strategy, (32, 48))
+        padded = torch.nn.functional.pad(weight_NK, (0, -k % columns, 0, -n % rows))
+        blocks = padded.reshape(-(-n // rows), rows, -(-k // columns), columns)
+        scale = blocks.abs().amax((1, 3)) / 448
+        scale = scale.reshape(1) if strategy == "tensor" else scale
+        packed = compressor.compress({"weight": weight_NK, "weight_scale": scale}, scheme)
+        dense = compressor.decompress(packed, scheme)["weight"].float()
+        if strategy == "transformers":
+            packed["weight_scale_inv"] = packed.pop("weight_scale")
+        return packed, dense
+
+    group = scheme.model_dump(mode="json") | {"format": "float-quantized"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    if strategy == "transformers":
+        config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 48]}
+    return config, quantize
+
+
 def awq(group_size: int) -> tuple[dict[str, Any], Quantize]:
     """AWQ's layout of asymmetric 4-bit weights; they are rounded to the nearest here."""
 

@@ -37,6 +37,10 @@ class DenseLinear:
         """Return x W^T + bias, [T, N]."""
         return linear(x_TK, self.weight_NK, self.bias_N)
 
+    def to(self, device: torch.device) -> DenseLinear:
+        """The same layer on `device`."""
+        return replace(self, weight_NK=self.weight_NK.to(device))
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedLinear:
@@ -133,11 +137,18 @@ def quantize_weight(weight_NK: torch.Tensor, *, bits: int, group_size: int) -> Q
     return QuantizedLinear(codes_NK=codes_NK, bits=bits, scales_NG=scales_NG, zeros_NG=None)
 
 
-def stack(parts: Sequence[QuantizedLinear], bias_N: torch.Tensor | None) -> QuantizedLinear:
-    """One layer for several of one scheme with the same input, their outputs one after the other.
+def stack(parts: Sequence[Linear], bias_N: torch.Tensor | None) -> Linear:
+    """One layer for several of one kind with the same input, their outputs one after the other.
 
     Raises ModelError where they have their inputs in different orders.
     """
+    dense = [part.weight_NK for part in parts if isinstance(part, DenseLinear)]
+    if dense:
+        return DenseLinear(weight_NK=torch.cat(dense) if len(dense) > 1 else dense[0], bias_N=bias_N)
+    return _stack_quantized([part for part in parts if isinstance(part, QuantizedLinear)], bias_N)
+
+
+def _stack_quantized(parts: Sequence[QuantizedLinear], bias_N: torch.Tensor | None) -> QuantizedLinear:
     first = parts[0]
     if len({None if part.order_K is None else tuple(part.order_K.tolist()) for part in parts}) > 1:
         raise ModelError("layers that are computed as one (q, k and v, or gate and up) have different g_idx")

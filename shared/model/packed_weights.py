@@ -40,6 +40,8 @@ def native_obstacle(config: ModelConfig) -> str | None:
     if config.hidden_size % 2 or config.intermediate_size % 2:
         return f"hidden_size {config.hidden_size} or intermediate_size {config.intermediate_size} is odd"
     for _, scheme in config.quantization.schemes if config.quantization is not None else ():
+        if not scheme.has_codes:
+            continue
         codes = 32 // scheme.bits  # of a unit
         for k in (
             scheme.group_size or codes,

@@ -6,6 +6,8 @@ file, so this file never imports torch.
     quant_method         format             what is read
     compressed-tensors   int-quantized      int8 weights with a scale for each channel (W8A8)
     compressed-tensors   pack-quantized     4 or 8 bits, a scale for each channel or group (W4A16, W8A16)
+    compressed-tensors   float-quantized    FP8 (e4m3), a scale for the tensor, each channel or each block
+    fp8                  (blocks)           FP8 (e4m3), a scale for each block
     awq                  version gemm       4 bits, packed along the outputs, groups with zeros
     gptq                 gptq, gptq_v2      4 or 8 bits, packed along the inputs, groups with zeros
 
@@ -37,6 +39,8 @@ class Layout(Enum):
     ON_LOAD = "quantized while loading"
     INT_QUANTIZED = "compressed-tensors int-quantized"
     PACK_QUANTIZED = "compressed-tensors pack-quantized"
+    FLOAT_QUANTIZED = "compressed-tensors float-quantized"
+    FP8_BLOCKS = "fp8"
     AWQ = "awq"
     GPTQ = "gptq"
     GPTQ_V2 = "gptq_v2"
@@ -52,6 +56,13 @@ class Scheme:
     is_symmetric: bool
     has_order: bool = False
     """Whether the groups of the inputs are in any order, which a tensor g_idx gives (GPTQ's desc_act)."""
+    block: tuple[int, int | None] | None = None
+    """Of FP8: outputs and inputs that share a scale; None for all inputs, and for all of both."""
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the layer is computed with integers. FP8 is decoded instead."""
+        return self.layout not in (Layout.FLOAT_QUANTIZED, Layout.FP8_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +136,7 @@ class _Args(msgspec.Struct, kw_only=True):
     group_size: int | None = None
     strategy: str | None = None
     dynamic: bool | str = False
+    block_structure: list[int] | None = None
     actorder: str | bool | None = None
 
 
@@ -146,7 +158,13 @@ class _CompressedTensors(msgspec.Struct, kw_only=True):
     transform_config: dict[str, Any] | None = None
 
 
+_Size = Annotated[int, msgspec.Meta(gt=0, le=2**16)]
 _GroupSize = Annotated[int, msgspec.Meta(ge=-1, le=2**16)]
+
+
+class _Fp8(msgspec.Struct, kw_only=True):
+    weight_block_size: tuple[_Size, _Size]
+    modules_to_not_convert: list[str] | None = None
 
 
 class _Awq(msgspec.Struct, kw_only=True):
@@ -172,12 +190,23 @@ def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
     match _convert(raw, _Method, path).quant_method:
         case "compressed-tensors":
             return _compressed_tensors(_convert(raw, _CompressedTensors, path), path)
+        case "fp8":
+            fields = _convert(raw, _Fp8, path)
+            scheme = Scheme(
+                layout=Layout.FP8_BLOCKS,
+                bits=8,
+                group_size=None,
+                is_symmetric=True,
+                block=fields.weight_block_size,
+            )
+            ignored = (*_anywhere(fields.modules_to_not_convert or ()), "lm_head")
+            return Quantization(name="FP8 blocks", schemes=((("Linear",), scheme),), ignored=ignored)
         case "awq":
             return _awq(_convert(raw, _Awq, path), path)
         case "gptq":
             return _gptq(_convert(raw, _Gptq, path), path)
         case other:
-            raise _unsupported(path, "quant_method", other, "compressed-tensors, awq, gptq")
+            raise _unsupported(path, "quant_method", other, "compressed-tensors, fp8, awq, gptq")
 
 
 def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
@@ -191,12 +220,16 @@ def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
         (tuple(group.targets), _scheme(group, group.format or fields.format, f"config_groups.{name}", path))
         for name, group in fields.config_groups.items()
     )
-    formats = sorted({f"W{scheme.bits} {scheme.layout.value}" for _, scheme in schemes})
+    formats = sorted(
+        {f"{'W' if scheme.has_codes else 'FP'}{scheme.bits} {scheme.layout.value}" for _, scheme in schemes}
+    )
     return Quantization(name=", ".join(formats), schemes=schemes, ignored=tuple(fields.ignore or ()))
 
 
 def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Scheme:
     weights, inputs = group.weights, group.input_activations
+    if weights is not None and file_format == "float-quantized":
+        return _float_scheme(weights, key, path)
     if weights is None or weights.type != "int" or weights.num_bits not in (4, 8) or weights.dynamic:
         what = "none" if weights is None else f"{weights.type} of {weights.num_bits} bits"
         raise _unsupported(path, f"{key}.weights", what, "int of 8 or 4 bits")
@@ -246,6 +279,24 @@ def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Sche
         is_symmetric=weights.symmetric,
         has_order=weights.actorder in ("group", True),
     )
+
+
+def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
+    """FP8. How activations would be quantized does not matter: they are not."""
+    if (weights.type, weights.num_bits, weights.symmetric) != ("float", 8, True):
+        what = f"{weights.type} of {weights.num_bits} bits"
+        raise _unsupported(path, f"{key}.weights", what, "symmetric float of 8 bits in float-quantized")
+    block: tuple[int, int | None] | None
+    match weights.strategy, weights.block_structure:
+        case "tensor", _:
+            block = None
+        case "channel", _:
+            block = 1, None
+        case "block", [int(rows), int(columns)] if rows > 0 and columns > 0:
+            block = rows, columns
+        case other, _:
+            raise _unsupported(path, f"{key}.weights.strategy", other, "tensor, channel, block")
+    return Scheme(layout=Layout.FLOAT_QUANTIZED, bits=8, group_size=None, is_symmetric=True, block=block)
 
 
 def _awq(fields: _Awq, path: Path) -> Quantization:

@@ -21,7 +21,7 @@ from shared.host_memory import new_mapping
 from shared.model.config import ModelConfig
 from shared.model.formats.choice import FORMATS
 from shared.model.formats.common import LinearSpec
-from shared.model.linear import DenseLinear, Linear, QuantizedLinear, quantize_weight, stack
+from shared.model.linear import DenseLinear, Linear, quantize_weight, stack
 from shared.model.quantization import Layout, Scheme
 from shared.model.weight_source import TensorSpec, WeightSource
 
@@ -140,8 +140,7 @@ class WeightReader:
         """Read the lm_head. A tied one that is not quantized is `embed_VD`."""
         c = self._config
         if _lm_head_scheme(c) is not None:
-            pieces = [piece for _, piece in self.lm_head_pieces() if isinstance(piece, QuantizedLinear)]
-            return stack(pieces, None).to(self._device)
+            return stack([piece for _, piece in self.lm_head_pieces()], None).to(self._device)
         if c.tie_word_embeddings:
             return DenseLinear(weight_NK=embed_VD, bias_N=None)
         return DenseLinear(weight_NK=self._stack({_LM_HEAD: c.vocab_size}, c.hidden_size), bias_N=None)
@@ -194,13 +193,13 @@ class WeightReader:
             down_proj=linear(*layer.down),
         )
 
-    def _quantized(self, rows: Rows, width: int, bias_N: torch.Tensor | None) -> QuantizedLinear:
+    def _quantized(self, rows: Rows, width: int, bias_N: torch.Tensor | None) -> Linear:
         scheme = _scheme_of(self._config, rows)
         assert scheme is not None
         parts = []
         for name, n in rows.items():
             layer = LinearSpec(name, n, width, scheme)
-            parts.append(FORMATS[scheme.layout].read(self._source, layer))
+            parts.append(FORMATS[scheme.layout].read(self._source, layer, self._dtype))
             self._count(
                 sum(math.prod(self._tensors[each].shape) for each in FORMATS[scheme.layout].tensors(layer))
             )
@@ -273,7 +272,7 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
     nbytes = c.vocab_size * c.hidden_size * dtype.itemsize
     for rows, width, _ in _linears(c):
         scheme, n = _scheme_of(c, rows), sum(rows.values())
-        if scheme is None:
+        if scheme is None or not scheme.has_codes:
             nbytes += n * width * dtype.itemsize
         else:
             nbytes += n * width * scheme.bits // 8 + 4 * n * (width // (scheme.group_size or width))

@@ -23,7 +23,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     }
 
 
-def _read(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     return layer.linear(
         _unpack(source.read(f"{layer.name}.qweight"), layer.n),
         source.read(f"{layer.name}.scales").T,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.errors import ModelError
-from shared.model.linear import QuantizedLinear
+from shared.model.linear import Linear, QuantizedLinear
 from shared.model.quantization import Scheme
 from shared.model.weight_source import TensorSpec, WeightSource
 
@@ -77,8 +77,8 @@ class Format:
 
     tensors: Callable[[LinearSpec], dict[str, TensorSpec]]
     """The tensors of a layer by their full names."""
-    read: Callable[[WeightSource, LinearSpec], QuantizedLinear]
-    """Read a layer, without its bias. The tensors were checked."""
+    read: Callable[[WeightSource, LinearSpec, torch.dtype], Linear]
+    """Read a layer for activations of this type, without its bias. The tensors were checked."""
 
 
 def unpack(words_RW: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:

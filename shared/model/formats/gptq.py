@@ -5,6 +5,8 @@ Source: `nn_modules/qlinear/torch.py` and `utils/model.py` of GPTQModel.
 
 from __future__ import annotations
 
+import torch
+
 from shared.model.formats.common import Format, LinearSpec, unpack
 from shared.model.linear import QuantizedLinear
 from shared.model.quantization import Layout
@@ -20,7 +22,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     }
 
 
-def _read(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     bits, name = layer.scheme.bits, layer.name
     zeros_GN = unpack(source.read(f"{name}.qzeros"), bits, layer.n)
     if layer.scheme.layout is Layout.GPTQ:

@@ -22,7 +22,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     return tensors
 
 
-def _read(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     codes_NK = _unsigned(source.read(f"{layer.name}.weight"))
     zeros_NG = None
     if not layer.scheme.is_symmetric:

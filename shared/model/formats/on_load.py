@@ -13,7 +13,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     return {f"{layer.name}.weight": TensorSpec((layer.n, layer.k))}
 
 
-def _read(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     """Piece by piece, so that no second copy of the weight is in memory."""
     codes_NK = torch.empty(layer.n, layer.k, dtype=torch.uint8)
     scales_NG = torch.empty(layer.n, layer.num_groups)

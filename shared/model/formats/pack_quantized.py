@@ -6,6 +6,8 @@ Codes are unsigned in the file: 2 ** (bits - 1) was added to them. Zeros are pac
 
 from __future__ import annotations
 
+import torch
+
 from shared.errors import ModelError
 from shared.model.formats.common import Format, LinearSpec, unpack
 from shared.model.linear import QuantizedLinear
@@ -27,7 +29,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     return tensors
 
 
-def _read(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     bits, name = layer.scheme.bits, layer.name
     shape = source.read(f"{name}.weight_shape").tolist()
     if shape != [layer.n, layer.k]:

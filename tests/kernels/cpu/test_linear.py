@@ -176,6 +176,6 @@ def test_amx_code_assembles_to_tile_instructions(tmp_path: Path, source: str) ->
     assembly = tmp_path / f"{source}.s"
     subprocess.run([*compiler, "-S", str(SRC / f"{source}.cpp"), "-o", str(assembly)], check=True)
     subprocess.run([*compiler, "-c", str(assembly), "-o", str(tmp_path / "assembled.o")], check=True)
-    tiles = "ldtilecfg|tileloadd|tdpbf16ps|tilestored|tilerelease"
+    tiles = "ldtilecfg|tileloadd|tdpbf16ps|tilestored|tilerelease" + "|tdpbsud" * (source == "linear")
     used = set(re.findall(rf"^\s+({tiles})", assembly.read_text(), re.M))
     assert used == set(tiles.split("|"))

@@ -8,8 +8,9 @@ import torch
 import xxhash
 
 from shared.kernels.cpu.library import Team, numerics
+from shared.model.linear import QuantizedLinear
 from tests.kernels.cpu.attention import extend_attention
-from tests.kernels.cpu.linear import dense, linear_silu_mul
+from tests.kernels.cpu.linear import PackedLinear, dense, linear_silu_mul
 
 DIGESTS = {
     "1/amx": 0xD80805EBBF9ECB04,
@@ -17,6 +18,10 @@ DIGESTS = {
     "1/avx512": 0x88C8081671C8748B,
 }
 """Where a change of the kernels gives other bits, BATON_SUMS in `src/numerics.cpp` has to be raised."""
+
+
+QUANTIZED_DIGEST = 0x4204D4553C23A669
+"""Integers are the same by any instructions, and all CPUs make the same floats of them."""
 
 
 def values(*shape: int, seed: int) -> torch.Tensor:
@@ -44,3 +49,15 @@ def test_the_bits_are_those_of_the_numerics(library: ctypes.CDLL, team: Team) ->
     for result in (attended, gated):
         digest.update(result.contiguous().view(torch.int16).numpy().tobytes())
     assert hex(digest.intdigest()) == hex(DIGESTS[numerics(library)])
+
+
+def test_quantized_layers_have_the_same_bits_by_any_instructions(team: Team) -> None:
+    digest = xxhash.xxh3_64()
+    for bits, group in ((8, 320), (4, 32), (4, 320)):
+        codes = (values(128, 320, seed=5).float() * (1 << bits - 1) + (1 << bits - 1)).to(torch.uint8)
+        scales = values(128, 320 // group, seed=6).float()
+        for zeros in (None, codes[:, : 320 // group]):
+            layer = QuantizedLinear(codes_NK=codes, bits=bits, scales_NG=scales, zeros_NG=zeros)
+            gated = linear_silu_mul(team, values(70, 320, seed=7), PackedLinear(team, layer, is_gate_up=True))
+            digest.update(gated.view(torch.int16).numpy().tobytes())
+    assert hex(digest.intdigest()) == hex(QUANTIZED_DIGEST)

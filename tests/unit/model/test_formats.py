@@ -18,7 +18,7 @@ from shared.model.config import load_model_config
 from shared.model.linear import DenseLinear, QuantizedLinear
 from shared.model.weights import DecoderWeights, load_weights, weights_nbytes
 from tests.modelzoo import make_model
-from tests.quantized_models import Quantize, awq, compressed_tensors, gptq, quantize_folder
+from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
 
 CPU = torch.device("cpu")
 FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
@@ -30,6 +30,10 @@ FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
     "w4a16-g32": lambda: compressed_tensors(4, group_size=32),
     "w4a16-g32-zeros": lambda: compressed_tensors(4, group_size=32, symmetric=False),
     "w4a16-g32-order": lambda: compressed_tensors(4, group_size=32, order=True),
+    "fp8-tensor": lambda: fp8("tensor"),
+    "fp8-channel": lambda: fp8("channel"),
+    "fp8-block": lambda: fp8("block"),
+    "fp8-transformers": lambda: fp8("transformers"),
     "awq": lambda: awq(32),
     "gptq": lambda: gptq(4, 32),
     "gptq-v2": lambda: gptq(4, 32, version="gptq_v2"),
@@ -60,8 +64,11 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
             (layer.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj")),
             (layer.down_proj, ("mlp.down_proj",)),
         ):
-            assert isinstance(linear, QuantizedLinear) and linear.bits == (8 if "8" in name else 4)
             wanted = torch.cat([stands_for[f"model.layers.{i}.{part}.weight"] for part in parts])
+            if name.startswith("fp8"):
+                assert isinstance(linear, DenseLinear) and torch.equal(linear.weight_NK, wanted.bfloat16())
+                continue
+            assert isinstance(linear, QuantizedLinear) and linear.bits == (8 if "8" in name else 4)
             assert torch.equal(linear.dequantized(), wanted.float())
             assert (linear.order_K is not None) == name.endswith("order")
     assert isinstance(load(folders[name]).lm_head, DenseLinear)
@@ -112,6 +119,9 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ("w8a8", of_group(output_activations={"num_bits": 8}), ["group_0.output_activations"]),
     ("w8a8", of_group(input_activations={"num_bits": 8, "dynamic": False}), ["group_0.input_activations"]),
     ("w4a16-g32", of_weights(strategy="group", group_size=-1), ["group_0.weights.strategy"]),
+    ("fp8-channel", of_weights(num_bits=4), ["group_0.weights", "float of 4 bits"]),
+    ("fp8-block", of_weights(strategy="tensor_group"), ["group_0.weights.strategy", "tensor_group"]),
+    ("fp8-transformers", lambda config: config.pop("weight_block_size"), ["weight_block_size"]),
     ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
     ("awq", lambda config: config.update(bits=3), ["bits", "3"]),
     ("gptq", lambda config: config.update(bits=2), ["bits", "2"]),

@@ -1,10 +1,10 @@
-// A few functions over AMX tiles: eight registers of up to 16 rows of 64 bytes, and C += A * B of bf16 pairs.
+// A few functions over AMX tiles: eight registers of up to 16 rows of 64 bytes, and C += A * B of bf16 pairs or bytes.
 //
 // AMX is available if the compiler targets it and the OS permits it to this process. With -DBATON_EMULATE_AMX plain
 // C++ replaces it, so that the code that uses it can be tested on any machine. Instructions are inline assembly
 // because GCC's intrinsics take no template arguments as tile numbers.
 //
-// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1 chapter 18 and TDPBF16PS.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1 chapter 18, TDPBF16PS and TDPBSUD.
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@
 
 #include "vec.h"
 
-#if defined(BATON_EMULATE_AMX) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
+#if defined(BATON_EMULATE_AMX) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
 #define BATON_HAS_AMX 1
 #endif
 
@@ -39,7 +39,7 @@ static_assert(sizeof(Shapes) == 64);
 
 struct Tiles {
   Shapes shapes;
-  float data[8][16][16];  // a row is 16 float32, or 16 pairs of bf16
+  float data[8][16][16];  // a row is 16 float32 or int32, 16 pairs of bf16, or 64 bytes
 };
 inline Tiles& tiles() {
   thread_local Tiles tiles;
@@ -89,6 +89,25 @@ void dot() {
     }
 }
 
+// C is int32, A has signed bytes and B unsigned ones.
+template <int C, int A, int B>
+void dot_bytes() {
+  Tiles& t = tiles();
+  for (int m = 0; m < t.shapes.rows[C]; m++)
+    for (int n = 0; n < t.shapes.row_bytes[C] / 4; n++) {
+      int32_t sum;
+      std::memcpy(&sum, &t.data[C][m][n], 4);
+      for (int k = 0; k < t.shapes.row_bytes[A] / 4; k++) {
+        int8_t a[4];
+        uint8_t b[4];
+        std::memcpy(a, &t.data[A][m][k], 4);
+        std::memcpy(b, &t.data[B][k][n], 4);
+        for (int i = 0; i < 4; i++) sum += a[i] * b[i];
+      }
+      std::memcpy(&t.data[C][m][n], &sum, 4);
+    }
+}
+
 #else
 
 // Asks the OS once for the permission of this process to use tiles (8 KB of state per thread).
@@ -119,6 +138,11 @@ void store(void* to, int64_t stride_bytes) {
 template <int C, int A, int B>
 void dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+template <int C, int A, int B>
+void dot_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif

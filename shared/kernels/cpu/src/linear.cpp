@@ -6,6 +6,7 @@
 #include "linear_avx512.h"
 #include "linear_epilogue.h"
 #include "linear_int8.h"
+#include "linear_int8_amx.h"
 
 namespace baton {
 namespace {
@@ -54,6 +55,10 @@ template <int Bits, class Epilogue>
 void multiply_codes(Team& team, const Codes& x, int64_t m, const PackedLinear& w, const Epilogue& epilogue) {
   each_panel(team, m, w.k, w, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
     const auto finish = [&](int64_t row, const float* y) { epilogue(row, panel, y); };
+#ifdef BATON_HAS_AMX
+    if (int8::use_tiles(end - begin, x.group))
+      return int8::rows_times_panel_by_tiles<Bits>(x, begin, end, int8::panel_of(w, panel), finish);
+#endif
     int8::rows_times_panel<Bits>(x, begin, end, int8::panel_of(w, panel), int8::panel_of(w, next).codes, finish);
   });
 }

@@ -1,0 +1,54 @@
+"""FP8 (e4m3) weights [N, K] with a scale for the tensor, for each channel or for each block of 128 x 128.
+
+They are decoded into the type of the activations. A CPU has no products of FP8, and codes of 8 bits would lose the
+small values of a block. What bf16 rounds off is a thirtieth of what FP8 has rounded.
+
+Sources: compressed-tensors 0.20 (float-quantized), and the finegrained FP8 of transformers, whose scales are named
+weight_scale_inv though they are multiplied as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shared.model.formats.common import Format, LinearSpec
+from shared.model.linear import DenseLinear
+from shared.model.quantization import Layout
+from shared.model.weight_source import TensorSpec, WeightSource
+
+
+def _scale_name(layer: LinearSpec) -> str:
+    return (
+        f"{layer.name}.{'weight_scale_inv' if layer.scheme.layout is Layout.FP8_BLOCKS else 'weight_scale'}"
+    )
+
+
+def _scale_shape(layer: LinearSpec) -> tuple[int, ...]:
+    if layer.scheme.block is None:
+        return (1,)
+    rows, columns = layer.scheme.block
+    return -(-layer.n // rows), -(-layer.k // (columns or layer.k))
+
+
+def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
+    return {
+        f"{layer.name}.weight": TensorSpec((layer.n, layer.k), ("F8_E4M3",)),
+        _scale_name(layer): TensorSpec(_scale_shape(layer)),
+    }
+
+
+def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
+    """Piece by piece: float32 values of a whole layer would take four times its bytes."""
+    scale = source.read(_scale_name(layer)).float()
+    weight_NK = torch.empty(layer.n, layer.k, dtype=dtype)
+    for first_row, rows_RK in source.pieces(f"{layer.name}.weight"):
+        of_rows = torch.arange(first_row, first_row + len(rows_RK))
+        factors = scale
+        if layer.scheme.block is not None:
+            rows, columns = layer.scheme.block
+            factors = scale[of_rows // rows].repeat_interleave(columns or layer.k, 1)[:, : layer.k]
+        weight_NK[of_rows] = (rows_RK.float() * factors).to(dtype)
+    return DenseLinear(weight_NK=weight_NK, bias_N=None)
+
+
+FP8 = Format(_tensors, _read)
