@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shared.errors import ModelError
+from shared.host_memory import new_mapping
 from shared.model.weight_source import TensorSpec
 
 PIECE_NBYTES = 16 << 20
@@ -79,7 +80,8 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of a tensor."""
-        out = torch.empty(self._file_of(name).tensors[name].shape, dtype=self.dtype(name))
+        shape, dtype = self._file_of(name).tensors[name].shape, self.dtype(name)
+        out = new_mapping(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self.copy_tensor(name, out, lambda num_elements: None)
         return out
 

@@ -16,7 +16,9 @@ import torch
 from torch.nn.functional import linear
 
 from shared.errors import ModelError
+from shared.host_memory import new_mapping
 
+_PIECE_ELEMENTS = 1 << 20
 _EXACT_K = 1024
 """float32 adds up this many products of a code by a code exactly: 1024 * 127 * 128 < 2 ** 24."""
 
@@ -127,13 +129,22 @@ def quantize_rows(x_TK: torch.Tensor, group_size: int) -> tuple[torch.Tensor, to
     return codes_TGK.to(torch.int8).flatten(1), most_TG / 127.0
 
 
+def new_codes(n: int, k: int) -> torch.Tensor:
+    """Memory for codes [N, K], which goes back to the system when it is freed."""
+    return new_mapping(n * k).view(n, k) if n else torch.empty(0, k, dtype=torch.uint8)
+
+
 def quantize_weight(weight_NK: torch.Tensor, *, bits: int, group_size: int) -> QuantizedLinear:
     """Quantize a dense weight: codes that are nearest to it, symmetric, with a scale for each group of a row."""
-    groups_NGK = in_groups(weight_NK.float(), group_size)
-    middle = 1 << (bits - 1)
-    scales_NG = groups_NGK.abs().amax(2).clamp(min=torch.finfo(torch.float32).tiny) / (middle - 1)
-    codes_NGK = torch.round(groups_NGK / scales_NG[..., None]).clamp(1 - middle, middle - 1) + middle
-    codes_NK = codes_NGK.to(torch.uint8).flatten(1)
+    (n, k), middle = weight_NK.shape, 1 << (bits - 1)
+    codes_NK, scales_NG = new_codes(n, k), torch.empty(n, k // group_size)
+    step = max(_PIECE_ELEMENTS // k, 1)
+    for first in range(0, n, step):  # float32 copies of a whole layer would be its largest by far
+        groups_RGK = in_groups(weight_NK[first : first + step].float(), group_size)
+        scales_RG = groups_RGK.abs().amax(2).clamp(min=torch.finfo(torch.float32).tiny) / (middle - 1)
+        codes_RGK = torch.round(groups_RGK / scales_RG[..., None]).clamp(1 - middle, middle - 1) + middle
+        codes_NK[first : first + step] = codes_RGK.flatten(1)
+        scales_NG[first : first + step] = scales_RG
     return QuantizedLinear(codes_NK=codes_NK, bits=bits, scales_NG=scales_NG, zeros_NG=None)
 
 
@@ -153,9 +164,13 @@ def _stack_quantized(parts: Sequence[QuantizedLinear], bias_N: torch.Tensor | No
     if len({None if part.order_K is None else tuple(part.order_K.tolist()) for part in parts}) > 1:
         raise ModelError("layers that are computed as one (q, k and v, or gate and up) have different g_idx")
     zeros = [part.zeros_NG for part in parts if part.zeros_NG is not None]
+    codes_NK = first.codes_NK
+    if len(parts) > 1:
+        codes_NK = new_codes(sum(len(part.codes_NK) for part in parts), first.codes_NK.shape[1])
+        torch.cat([part.codes_NK for part in parts], out=codes_NK)
     return replace(
         first,
-        codes_NK=torch.cat([part.codes_NK for part in parts]) if len(parts) > 1 else first.codes_NK,
+        codes_NK=codes_NK,
         scales_NG=torch.cat([part.scales_NG for part in parts]),
         zeros_NG=torch.cat(zeros) if zeros else None,
         bias_N=bias_N,

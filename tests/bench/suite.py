@@ -52,6 +52,9 @@ BENCHES: dict[str, Bench] = {
     "accuracy": Bench(
         module="accuracy", question="How far are bf16 logits from those of float32?", only_by_name=True
     ),
+    "quantized": Bench(
+        module="quantized", question="How far do quantized weights move the model?", only_by_name=True
+    ),
     "cores": Bench(
         module="cores", question="What is it worth to pin the threads of forwards?", only_by_name=True
     ),

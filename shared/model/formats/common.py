@@ -11,9 +11,17 @@ from dataclasses import dataclass
 import torch
 
 from shared.errors import ModelError
-from shared.model.linear import Linear, QuantizedLinear
-from shared.model.quantization import Scheme
+from shared.model.linear import Linear, QuantizedLinear, new_codes
+from shared.model.quantization import Layout, Scheme
 from shared.model.weight_source import TensorSpec, WeightSource
+
+ACTIVATION_GROUP = 128
+"""Inputs that share a scale of activations where the format is of weights alone, with one scale for each output.
+
+A scale for the whole token would lose twice as much.
+"""
+_WEIGHT_ONLY = (Layout.PACK_QUANTIZED, Layout.GPTQ, Layout.GPTQ_V2)
+_PIECE_WORDS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,10 @@ class LinearSpec:
                 raise ModelError(f"{self.name}.g_idx: does not give {self.group_size} inputs to each group")
             if torch.equal(order_K, torch.arange(self.k)):
                 order_K = None
+        if self.scheme.layout in _WEIGHT_ONLY and self.k % ACTIVATION_GROUP == 0 and self.num_groups == 1:
+            num_groups = self.k // ACTIVATION_GROUP
+            scales_NG = scales_NG.expand(-1, num_groups)
+            zeros_NG = None if zeros_NG is None else zeros_NG.expand(-1, num_groups)
         return QuantizedLinear(
             codes_NK=codes_NK if order_K is None else codes_NK[:, order_K],
             bits=self.scheme.bits,
@@ -84,5 +96,9 @@ class Format:
 def unpack(words_RW: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
     """Codes [R, num_codes], uint8, of words that hold the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    codes_RWC = (words_RW[..., None] >> shifts).bitwise_and_((1 << bits) - 1)
-    return codes_RWC.to(torch.uint8).flatten(1)[:, :num_codes].contiguous()
+    codes_RC = new_codes(len(words_RW), num_codes)
+    step = max(_PIECE_WORDS // words_RW.shape[1], 1)
+    for first in range(0, len(words_RW), step):
+        codes_SWC = (words_RW[first : first + step, :, None] >> shifts).bitwise_and_((1 << bits) - 1)
+        codes_RC[first : first + step] = codes_SWC.flatten(1)[:, :num_codes]
+    return codes_RC

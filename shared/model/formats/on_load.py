@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.model.formats.common import Format, LinearSpec
-from shared.model.linear import QuantizedLinear, quantize_weight
+from shared.model.linear import QuantizedLinear, new_codes, quantize_weight
 from shared.model.weight_source import TensorSpec, WeightSource
 
 
@@ -15,7 +15,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
 
 def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     """Piece by piece, so that no second copy of the weight is in memory."""
-    codes_NK = torch.empty(layer.n, layer.k, dtype=torch.uint8)
+    codes_NK = new_codes(layer.n, layer.k)
     scales_NG = torch.empty(layer.n, layer.num_groups)
     for first_row, rows_RK in source.pieces(f"{layer.name}.weight"):
         part = quantize_weight(rows_RK, bits=layer.scheme.bits, group_size=layer.group_size)

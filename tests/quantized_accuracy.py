@@ -1,0 +1,103 @@
+"""How far the native kernels, with quantized weights, are from the model in float32, on text that is new to it."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from deploy.builtin_model.corpus import encode, read_sources
+from shared.engine.future_map import FutureMap
+from shared.engine.input_block import ForwardLimits
+from shared.engine.progress import Progress
+from shared.model.config import load_model_config
+from shared.model.files import resolve_model
+from shared.model.quantization import quantize_on_load
+from tests.backend_rig import CPU, batch_over, kv_pool, native_model
+from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
+
+PAGE_SIZE = 16
+FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
+    "W8A8": lambda: compressed_tensors(8, activations=True),
+    "W8A16 channel": lambda: compressed_tensors(8),
+    "W4A16 g128": lambda: compressed_tensors(4, group_size=128),
+    "W4A16 g32": lambda: compressed_tensors(4, group_size=32),
+    "AWQ g128": lambda: awq(128),
+    "GPTQ g128": lambda: gptq(4, 128),
+    "FP8 channel": lambda: fp8("channel"),
+    "FP8 blocks": lambda: fp8("transformers"),
+}
+ON_LOAD = {"--quantization int8": "int8", "--quantization int4": "int4"}
+
+
+def held_out(num_windows: int, length: int) -> list[list[int]]:
+    """Windows of the built-in model's held-out text, from this Python's standard library."""
+    _, texts = read_sources(Path(sysconfig.get_paths()["stdlib"]))
+    tokenizer = Tokenizer.from_file(str(resolve_model("builtin") / "tokenizer.json"))
+    ids = torch.cat(encode(tokenizer, texts))
+    return [ids[i * length : (i + 1) * length].tolist() for i in range(num_windows)]
+
+
+def native_logits(folder: Path, windows: list[list[int]], quantization: str | None = None) -> torch.Tensor:
+    """Logits [tokens, V] of every position of all windows, each a prefill of its own."""
+    config = load_model_config(folder)
+    if quantization is not None:
+        config = replace(config, quantization=quantize_on_load(quantization))
+    model = native_model(folder, config, 2, ())
+    pages = -(-len(windows[0]) // PAGE_SIZE)
+    pool = kv_pool(config, 1 + pages, PAGE_SIZE, torch.bfloat16)
+    limits = ForwardLimits(num_rows=1, context_length=len(windows[0]), max_tokens=len(windows[0]))
+    with closing(model.bind(pool, Progress(), limits)) as backend:
+        future_map, tables = FutureMap(1, CPU), 1 + np.arange(pages, dtype=np.int32)[None]
+        found = []
+        for ids in windows:
+            for position in range(len(ids)):  # one token at a time: a decode step has the bits of a prefill
+                forwarded = backend.forward(
+                    batch_over(tables, PAGE_SIZE, {0: (position, ids[position : position + 1])}, {}),
+                    future_map,
+                )
+                assert forwarded.logits_SV is not None
+                found.append(forwarded.logits_SV[0].clone())
+    return torch.stack(found)
+
+
+def their_logits(folder: Path, windows: list[list[int]]) -> torch.Tensor:
+    """Of the same folder by transformers, in float32; activations are quantized where its config says so."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in windows])
+
+
+@dataclass(frozen=True)
+class Distance:
+    """From the next-token distributions of the dense model, over all positions."""
+
+    kl: float
+    """Nats."""
+    perplexity: float
+    top1: float
+    """The share of positions with the same likeliest token."""
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, exact: torch.Tensor, windows: list[list[int]]) -> Distance:
+        log_p, log_q = exact.log_softmax(-1), logits.log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        length = len(windows[0])
+        targets = torch.tensor(windows)[:, 1:].flatten()
+        of_targets = log_q.view(len(windows), length, -1)[:, :-1].flatten(0, 1).gather(1, targets[:, None])
+        top1 = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
+        return cls(float(kl), float(torch.exp(-of_targets.mean())), float(top1))
+
+
+def write_format(name: str, folder: Path) -> Path:
+    """The built-in model in a format."""
+    return quantize_folder(resolve_model("builtin"), folder, FORMATS[name]())

@@ -1,0 +1,61 @@
+"""The native kernels lose no more to a format than transformers does with the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.library import load_library
+from shared.model.files import resolve_model
+from tests.quantized_accuracy import (
+    ON_LOAD,
+    Distance,
+    held_out,
+    native_logits,
+    their_logits,
+    write_format,
+)
+
+LOST = {"W8A8": 0.0, "W4A16 g32": 0.001, "GPTQ g128": 0.001, "FP8 blocks": 0.0002}
+"""Nats that may be lost beside: to activations of 8 bits where only weights are quantized there, and to bf16."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _native_kernels() -> None:
+    try:
+        load_library()
+    except NativeUnavailable as reason:
+        pytest.skip(f"NO NATIVE KERNELS: {reason}")
+
+
+@pytest.fixture(scope="module")
+def windows() -> list[list[int]]:
+    return held_out(1, 256)
+
+
+@pytest.fixture(scope="module")
+def exact(windows: list[list[int]]) -> torch.Tensor:
+    return their_logits(resolve_model("builtin"), windows)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_format_is_as_accurate_as_in_transformers(
+    tmp_path: Path, windows: list[list[int]], exact: torch.Tensor, name: str
+) -> None:
+    folder = write_format(name, tmp_path / "model")
+    ours = Distance.of(native_logits(folder, windows), exact, windows)
+    theirs = Distance.of(
+        their_logits(folder if name == "W8A8" else folder / "dense", windows), exact, windows
+    )
+    assert 0 < ours.kl < 1.1 * theirs.kl + LOST[name]
+
+
+@pytest.mark.parametrize(("flag", "most"), [("int8", 0.0015), ("int4", 0.04)])
+def test_what_is_made_while_loading_is_near_the_model(
+    windows: list[list[int]], exact: torch.Tensor, flag: str, most: float
+) -> None:
+    assert flag in ON_LOAD.values()
+    assert Distance.of(native_logits(resolve_model("builtin"), windows, flag), exact, windows).kl < most
