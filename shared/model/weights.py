@@ -160,7 +160,7 @@ class WeightReader:
                 dense = piece.to(device=self._device, dtype=self._dtype)
                 yield first_row, DenseLinear(weight_NK=dense, bias_N=None)
             else:
-                size = scheme.group_size or c.hidden_size
+                size = LinearSpec("lm_head", c.vocab_size, c.hidden_size, scheme).group_size
                 yield first_row, quantize_weight(piece, bits=scheme.bits, group_size=size)
             if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())

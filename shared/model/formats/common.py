@@ -5,6 +5,7 @@ Shape suffixes: N outputs, K inputs, G groups of K, W words of 32 bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class LinearSpec:
     @property
     def group_size(self) -> int:
         """Inputs that share a scale."""
+        if self.scheme.layout is Layout.ON_LOAD:
+            return math.gcd(self.scheme.group_size or self.k, self.k)
         return self.scheme.group_size or self.k
 
     @property
