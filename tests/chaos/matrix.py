@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.fault.matrix.cells import CELLS, PARTITIONS, Cell, Fault, Transport, why_not
-from tests.fault.matrix.fleet_nodes import make_matrix_model
+from tests.fault.matrix.fleet_nodes import make_matrix_models
 from tests.fault.matrix.holding import Stage
 from tests.fault.matrix.matrix import Matrix, Times, matrix_over
 from tests.fault.matrix.namespaces import why_no_namespaces
@@ -27,9 +27,11 @@ def run(*transports: str) -> Iterator[dict[str, object]]:
     chosen = [Transport(name) for name in transports] or list(Transport)
     with tempfile.TemporaryDirectory(prefix="baton-matrix-") as name:
         folder = Path(name)
-        model = make_matrix_model(folder / "model")
+        models = make_matrix_models(folder)
         for transport in chosen:
-            with matrix_over(transport, folder / transport, model, patience_s=CELL_PATIENCE_S) as matrix:
+            with matrix_over(
+                transport, folder / transport, models[transport], patience_s=CELL_PATIENCE_S
+            ) as matrix:
                 for cell in [cell for cell in CELLS if cell.transport is transport]:
                     start = time.monotonic()
                     results[cell] = _run_cell(matrix, cell)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.matrix.cells import CELLS, PARTITIONS, Cell, Fault, Transport
-from tests.fault.matrix.fleet_nodes import make_matrix_model
+from tests.fault.matrix.fleet_nodes import make_matrix_models
 from tests.fault.matrix.holding import Stage
 from tests.fault.matrix.matrix import Matrix, matrix_over
 from tests.fault.matrix.namespaces import why_no_namespaces
@@ -69,13 +69,13 @@ CUT = [
 
 
 @pytest.fixture(scope="module")
-def matrix_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_matrix_model(tmp_path_factory.mktemp("models") / "matrix")
+def matrix_models(tmp_path_factory: pytest.TempPathFactory) -> dict[Transport, Path]:
+    return make_matrix_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def over(
-    matrix_model: Path, tmp_path_factory: pytest.TempPathFactory
+    matrix_models: dict[Transport, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Transport], Matrix]]:
     """The fleet over a transport. There is one at a time: it ends when the next is asked for."""
     with contextlib.ExitStack() as running:
@@ -86,7 +86,9 @@ def over(
                 fleets.clear()
                 running.close()
                 folder = tmp_path_factory.mktemp(f"matrix-{transport}")
-                fleets[transport] = running.enter_context(matrix_over(transport, folder, matrix_model))
+                fleets[transport] = running.enter_context(
+                    matrix_over(transport, folder, matrix_models[transport])
+                )
             return fleets[transport]
 
         yield fleet

@@ -12,6 +12,7 @@ import msgspec
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
 from shared.timeline import Role
+from tests.fault.matrix.cells import Transport
 from tests.fault.matrix.held_node import run_held
 from tests.fault.matrix.holding import Order, Sight, write
 from tests.fault.matrix.namespaces import Namespaces
@@ -19,6 +20,7 @@ from tests.forked import Forked
 from tests.modelzoo import make_model
 from tests.patience import until
 from tests.processes import HOST, Child, Node, free_port
+from tests.quantized_models import compressed_tensors, quantize_folder
 
 
 @dataclass(frozen=True)
@@ -113,3 +115,10 @@ def computing_here() -> Computing:
 def make_matrix_model(folder: Path, **overrides: int) -> Path:
     """The model that the fleet serves."""
     return make_model(folder, "llama", dtype="bfloat16", num_hidden_layers=4, **overrides)
+
+
+def make_matrix_models(folder: Path) -> dict[Transport, Path]:
+    """The model of each transport: over shared memory in bf16, over the others with int8 weights (W8A8)."""
+    dense = make_matrix_model(folder / "dense")
+    w8a8 = quantize_folder(dense, folder / "w8a8", compressed_tensors(8, activations=True))
+    return {transport: dense if transport is Transport.SHM else w8a8 for transport in Transport}
