@@ -115,6 +115,7 @@ def build_engine(
             folder = resolve_model(config.model.model)
         with share.alone():
             share.await_room()
+            begun = time.monotonic()
             with _memory_of(device, "the model"):
                 model = load_model(
                     config.model.attention_backend,
@@ -129,6 +130,8 @@ def build_engine(
                     if config.model.disable_cuda_graph
                     else config.model.cuda_graph_max_bs,
                 )
+
+            load_s = round(time.monotonic() - begun, 2)
 
             def bind(num_pages: int, num_host_pages: int = 0) -> BoundModel:
                 with _memory_of(device, "the KV pool with the workspace of attention"):
@@ -170,6 +173,7 @@ def build_engine(
         device=device,
         dtype=dtype_name(shape.dtype),
         quantization=quantized or None,
+        load_s=load_s,
         attention_backend=f"{backend.name} ({ignored})" if ignored else backend.name,
         numerics=backend.numerics,
         page_mover=pool.mover.name,

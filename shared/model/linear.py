@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from shared.errors import ModelError
 from shared.host_memory import new_mapping
 
-_PIECE_ELEMENTS = 1 << 20
+_PIECE_ELEMENTS = 1 << 18
 _EXACT_K = 1024
 """float32 adds up this many products of a code by a code exactly: 1024 * 127 * 128 < 2 ** 24."""
 
