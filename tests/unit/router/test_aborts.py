@@ -40,65 +40,56 @@ async def aborted(client: httpx.AsyncClient, **body: object) -> int:
 
 
 @pytest.mark.parametrize("body", [{"rid": "job"}, {"abort_all": True}], ids=["by name", "all"])
-def test_a_request_that_waits_for_the_tokenizer_is_aborted(
+async def test_a_request_that_waits_for_the_tokenizer_is_aborted(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
 ) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            tokenizer = HeldTokenizer(monkeypatch)
-            asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"], "rid": "job"}))
-            chat = {"prompt": "a", "model": "tiny", "rid": "job2", "stream": True}
-            other = asyncio.create_task(client.post("/v1/completions", json=chat))
-            await tokenizer.wait_for(2)
-            assert await aborted(client, **body) == (2 if "rid" in body else 3)
-            assert await aborted(client, **body) == 0, "they were counted"
-            tokenizer.release.set()
-            answers = await asked
-            assert answers.status_code == 200
-            for answer in answers.json():
-                assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-                assert answer["text"] == "" and answer["meta_info"]["prompt_tokens"] == 1
-            assert (await other).text.endswith("data: [DONE]\n\n")
-            assert len(prefill.all(Prefill)) + len(decode.all(Decode)) <= (2 if "rid" in body else 0)
-            assert (await client.post("/generate", json={"text": "a", "rid": "job"})).status_code == 200
-
-    asyncio.run(run())
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        tokenizer = HeldTokenizer(monkeypatch)
+        asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"], "rid": "job"}))
+        chat = {"prompt": "a", "model": "tiny", "rid": "job2", "stream": True}
+        other = asyncio.create_task(client.post("/v1/completions", json=chat))
+        await tokenizer.wait_for(2)
+        assert await aborted(client, **body) == (2 if "rid" in body else 3)
+        assert await aborted(client, **body) == 0, "they were counted"
+        tokenizer.release.set()
+        answers = await asked
+        assert answers.status_code == 200
+        for answer in answers.json():
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            assert answer["text"] == "" and answer["meta_info"]["prompt_tokens"] == 1
+        assert (await other).text.endswith("data: [DONE]\n\n")
+        assert len(prefill.all(Prefill)) + len(decode.all(Decode)) <= (2 if "rid" in body else 0)
+        assert (await client.post("/generate", json={"text": "a", "rid": "job"})).status_code == 200
 
 
-def test_one_prompt_of_a_batch_is_aborted_before_it_is_sent(
+async def test_one_prompt_of_a_batch_is_aborted_before_it_is_sent(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            tokenizer = HeldTokenizer(monkeypatch)
-            body = {"text": ["a", "b"], "rid": "job", "sampling_params": {"max_new_tokens": 4}}
-            asked = asyncio.create_task(client.post("/generate", json=body))
-            await tokenizer.wait_for(1)
-            taken = await client.post("/generate", json={"text": "a", "rid": "job_1"})
-            assert taken.status_code == 400, "the name is in use already"
-            assert await aborted(client, rid="job_1") == 1
-            tokenizer.release.set()
-            first, second = (await asked).json()
-            assert first["meta_info"]["finish_reason"]["type"] != "abort"
-            assert second["meta_info"]["finish_reason"]["type"] == "abort"
-
-    asyncio.run(run())
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        tokenizer = HeldTokenizer(monkeypatch)
+        body = {"text": ["a", "b"], "rid": "job", "sampling_params": {"max_new_tokens": 4}}
+        asked = asyncio.create_task(client.post("/generate", json=body))
+        await tokenizer.wait_for(1)
+        taken = await client.post("/generate", json={"text": "a", "rid": "job_1"})
+        assert taken.status_code == 400, "the name is in use already"
+        assert await aborted(client, rid="job_1") == 1
+        tokenizer.release.set()
+        first, second = (await asked).json()
+        assert first["meta_info"]["finish_reason"]["type"] != "abort"
+        assert second["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_a_name_that_begins_like_another_is_not_meant(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(decode=one_then_nothing) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            asked = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "job_7"}))
-            await decode.wait_for(Decode)
-            assert await aborted(client, rid="job") == 0
-            assert not asked.done()
-            assert await aborted(client, rid="job_7") == 1
-            assert (await asked).json()["meta_info"]["finish_reason"]["type"] == "abort"
-
-    asyncio.run(run())
+async def test_a_name_that_begins_like_another_is_not_meant(model_folder: Path) -> None:
+    async with (
+        pair(decode=one_then_nothing) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        asked = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "job_7"}))
+        await decode.wait_for(Decode)
+        assert await aborted(client, rid="job") == 0
+        assert not asked.done()
+        assert await aborted(client, rid="job_7") == 1
+        assert (await asked).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_names_are_free_once_all_who_share_them_have_ended() -> None:

@@ -123,96 +123,84 @@ def check_rejected(response: httpx.Response, why: str = "the queue is full: all"
     assert error["message"].startswith(why)
 
 
-def test_beyond_the_bound_every_route_refuses(model_folder: Path) -> None:
-    async def run() -> None:
-        async with full(model_folder, 3) as (router, client, nodes):
-            waiting = [asyncio.create_task(client.post(path, json=body)) for path, body in ROUTES]
-            await nodes[1].wait_for(Decode, 3)
-            await until_queued(client, 3)
-            for path, body in ROUTES:
-                for stream in (False, True):
-                    check_rejected(await client.post(path, json={**body, "stream": stream}))
-            check_rejected(await client.post("/generate", content=b"never looked at"))
-            assert await figure(client, "baton:num_rejected_requests_total") == 7
-            assert len(nodes[1].all(Decode)) == 3
-            async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as sdk:
-                with pytest.raises(openai.RateLimitError) as caught:
-                    await sdk.completions.create(model="tiny", prompt="a")
-                assert caught.value.type == "rate_limit_error"
-            for path in ("/health", "/v1/models", "/server_info"):
-                assert (await client.get(path)).status_code == 200
-            assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
-            aborted = await client.post("/abort_request", json={"abort_all": True})
-            assert aborted.json()["aborted"] == 3
-            assert [response.status_code for response in await asyncio.gather(*waiting)] == [200] * 3
+async def test_beyond_the_bound_every_route_refuses(model_folder: Path) -> None:
+    async with full(model_folder, 3) as (router, client, nodes):
+        waiting = [asyncio.create_task(client.post(path, json=body)) for path, body in ROUTES]
+        await nodes[1].wait_for(Decode, 3)
+        await until_queued(client, 3)
+        for path, body in ROUTES:
+            for stream in (False, True):
+                check_rejected(await client.post(path, json={**body, "stream": stream}))
+        check_rejected(await client.post("/generate", content=b"never looked at"))
+        assert await figure(client, "baton:num_rejected_requests_total") == 7
+        assert len(nodes[1].all(Decode)) == 3
+        async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as sdk:
+            with pytest.raises(openai.RateLimitError) as caught:
+                await sdk.completions.create(model="tiny", prompt="a")
+            assert caught.value.type == "rate_limit_error"
+        for path in ("/health", "/v1/models", "/server_info"):
+            assert (await client.get(path)).status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+        aborted = await client.post("/abort_request", json={"abort_all": True})
+        assert aborted.json()["aborted"] == 3
+        assert [response.status_code for response in await asyncio.gather(*waiting)] == [200] * 3
+        await until_queued(client, 0)
+
+
+async def test_running_requests_are_not_counted(model_folder: Path) -> None:
+    async with full(model_folder, 1, one_then_nothing) as (_, client, nodes):
+        running = []
+        for count in range(1, 6):
+            running.append(asyncio.create_task(client.post("/generate", json={"text": "a"})))
+            await nodes[1].wait_for(Decode, count)
             await until_queued(client, 0)
-
-    asyncio.run(run())
-
-
-def test_running_requests_are_not_counted(model_folder: Path) -> None:
-    async def run() -> None:
-        async with full(model_folder, 1, one_then_nothing) as (_, client, nodes):
-            running = []
-            for count in range(1, 6):
-                running.append(asyncio.create_task(client.post("/generate", json={"text": "a"})))
-                await nodes[1].wait_for(Decode, count)
-                await until_queued(client, 0)
-            await client.post("/abort_request", json={"abort_all": True})
-            answers = [response.json() for response in await asyncio.gather(*running)]
-            assert all(answer["output_ids"] == nodes[1].story[:1] for answer in answers)
-            assert await figure(client, "baton:num_rejected_requests_total") == 0
-
-    asyncio.run(run())
+        await client.post("/abort_request", json={"abort_all": True})
+        answers = [response.json() for response in await asyncio.gather(*running)]
+        assert all(answer["output_ids"] == nodes[1].story[:1] for answer in answers)
+        assert await figure(client, "baton:num_rejected_requests_total") == 0
 
 
-def test_a_batch_is_let_in_whole_or_not_at_all(model_folder: Path) -> None:
-    async def run() -> None:
-        async with full(model_folder, 4) as (_, client, nodes):
-            two = {"text": "a", "sampling_params": {"n": 2}}
-            first = asyncio.create_task(client.post("/generate", json=two))
-            await nodes[1].wait_for(Decode, 2)
-            why = "3 places in the queue are needed, and 2 of 4 are free; try again later"
-            check_rejected(await client.post("/generate", json={"text": ["a", "b", "c"]}), why)
-            check_rejected(await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}), why)
-            check_rejected(await client.post("/v1/chat/completions", json={**CHAT, "n": 3}), why)
-            assert len(nodes[1].all(Decode)) == 2
-            never = await client.post("/generate", json={"text": ["a"] * 5})
-            assert never.status_code == 400
-            assert "at most 4 may wait at a time (--max-queued-requests)" in never.json()["error"]["message"]
-            second = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
-            await nodes[1].wait_for(Decode, 4)
-            await client.post("/abort_request", json={"abort_all": True})
-            assert {response.status_code for response in (await first, await second)} == {200}
-            await until_queued(client, 0)
-
-    asyncio.run(run())
+async def test_a_batch_is_let_in_whole_or_not_at_all(model_folder: Path) -> None:
+    async with full(model_folder, 4) as (_, client, nodes):
+        two = {"text": "a", "sampling_params": {"n": 2}}
+        first = asyncio.create_task(client.post("/generate", json=two))
+        await nodes[1].wait_for(Decode, 2)
+        why = "3 places in the queue are needed, and 2 of 4 are free; try again later"
+        check_rejected(await client.post("/generate", json={"text": ["a", "b", "c"]}), why)
+        check_rejected(await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}), why)
+        check_rejected(await client.post("/v1/chat/completions", json={**CHAT, "n": 3}), why)
+        assert len(nodes[1].all(Decode)) == 2
+        never = await client.post("/generate", json={"text": ["a"] * 5})
+        assert never.status_code == 400
+        assert "at most 4 may wait at a time (--max-queued-requests)" in never.json()["error"]["message"]
+        second = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
+        await nodes[1].wait_for(Decode, 4)
+        await client.post("/abort_request", json={"abort_all": True})
+        assert {response.status_code for response in (await first, await second)} == {200}
+        await until_queued(client, 0)
 
 
-def test_a_burst_is_counted_exactly(model_folder: Path) -> None:
+async def test_a_burst_is_counted_exactly(model_folder: Path) -> None:
     """Long prompts are tokenized in a thread: their places are taken before that, and no more than there are."""
 
-    async def run() -> None:
-        async with full(model_folder, 8) as (_, client, nodes):
-            text = "The quick brown fox " * 125
-            burst = [asyncio.create_task(client.post("/generate", json={"text": text})) for _ in range(30)]
-            rejected = [await next_done for next_done in itertools.islice(asyncio.as_completed(burst), 22)]
-            for response in rejected:
-                check_rejected(response)
-            await nodes[1].wait_for(Decode, 8)
-            assert await figure(client, "baton:num_rejected_requests_total") == 22
-            await client.post("/abort_request", json={"abort_all": True})
-            answers = await asyncio.gather(*burst)
-            assert sorted(response.status_code for response in answers) == [200] * 8 + [429] * 22
-            await until_queued(client, 0)
-
-    asyncio.run(run())
+    async with full(model_folder, 8) as (_, client, nodes):
+        text = "The quick brown fox " * 125
+        burst = [asyncio.create_task(client.post("/generate", json={"text": text})) for _ in range(30)]
+        rejected = [await next_done for next_done in itertools.islice(asyncio.as_completed(burst), 22)]
+        for response in rejected:
+            check_rejected(response)
+        await nodes[1].wait_for(Decode, 8)
+        assert await figure(client, "baton:num_rejected_requests_total") == 22
+        await client.post("/abort_request", json={"abort_all": True})
+        answers = await asyncio.gather(*burst)
+        assert sorted(response.status_code for response in answers) == [200] * 8 + [429] * 22
+        await until_queued(client, 0)
 
 
 @pytest.mark.parametrize(
     "how", ["fails", "ends at once", "disconnects", "disconnects from a stream", "bad body", "node dies"]
 )
-def test_places_come_back(model_folder: Path, how: str) -> None:
+async def test_places_come_back(model_folder: Path, how: str) -> None:
     async def fail(node: FakeNode, message: Prefill | Decode) -> None:
         node.send(Failed(message.key, 500, "broken"))
 
@@ -221,32 +209,27 @@ def test_places_come_back(model_folder: Path, how: str) -> None:
 
     script = {"fails": fail, "ends at once": end}.get(how, say_nothing)
 
-    async def run() -> None:
-        async with full(model_folder, 2, script) as (router, client, nodes):
-            if how == "bad body":
-                for path, body in ROUTES:
-                    wrong = {**body, "stop": 5, "sampling_params": {"stop": 5}}
-                    assert (await client.post(path, json=wrong)).status_code == 400
-                for path, body in (("/generate", {"text": ["a", ""]}), ("/v1/completions", {"prompt": ""})):
-                    assert (
-                        await client.post(path, json=body)
-                    ).status_code == 400  # seen when it is tokenized
-            elif how.startswith("disconnects"):
-                body = json.dumps({"text": ["a", "b"], "stream": "stream" in how}).encode()
-                _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-                writer.write(
-                    b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-                )
-                await nodes[1].wait_for(Decode, 2)
-                writer.close()
-                await nodes[1].wait_for(Cancel, 2)
-            else:
-                asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
-                await nodes[1].wait_for(Decode, 2)
-                if how == "node dies":
-                    await nodes[1].stop()
-                assert (await asked).status_code == {"ends at once": 200, "fails": 500}.get(how, 503)
-            await until_queued(client, 0)
-            assert await figure(client, "baton:num_rejected_requests_total") == 0
-
-    asyncio.run(run())
+    async with full(model_folder, 2, script) as (router, client, nodes):
+        if how == "bad body":
+            for path, body in ROUTES:
+                wrong = {**body, "stop": 5, "sampling_params": {"stop": 5}}
+                assert (await client.post(path, json=wrong)).status_code == 400
+            for path, body in (("/generate", {"text": ["a", ""]}), ("/v1/completions", {"prompt": ""})):
+                assert (await client.post(path, json=body)).status_code == 400  # seen when it is tokenized
+        elif how.startswith("disconnects"):
+            body = json.dumps({"text": ["a", "b"], "stream": "stream" in how}).encode()
+            _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+            writer.write(
+                b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
+            await nodes[1].wait_for(Decode, 2)
+            writer.close()
+            await nodes[1].wait_for(Cancel, 2)
+        else:
+            asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
+            await nodes[1].wait_for(Decode, 2)
+            if how == "node dies":
+                await nodes[1].stop()
+            assert (await asked).status_code == {"ends at once": 200, "fails": 500}.get(how, 503)
+        await until_queued(client, 0)
+        assert await figure(client, "baton:num_rejected_requests_total") == 0

@@ -134,37 +134,27 @@ def check_refused(response: httpx.Response) -> None:
     assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
 
 
-def test_routes_need_a_key(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, api_keys=("other", "schlüssel"))
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
-        ):
-            assert router.needs_key
-            assert (await client.get("/health")).status_code in (200, 503)
-            for headers in ({}, bearer("wrong"), {"Authorization": "schlüssel".encode()}):
-                for path in (
-                    "/server_info",
-                    "/metrics",
-                    "/v1/models",
-                    "/health_generate",
-                    "/nowhere",
-                    "/docs",
-                ):
-                    check_refused(await client.get(path, headers=headers))
-                check_refused(await client.post("/generate", json={"text": "a"}, headers=headers))
-                check_refused(await client.post("/flush_cache", headers=headers))
-            info = await client.get("/server_info", headers=bearer("schlüssel"))
-            assert info.status_code == 200
-            assert "schlüssel" not in info.text and "other" not in info.text
-            assert (await client.post("/flush_cache", headers=bearer("other"))).status_code == 200
-            async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="no", max_retries=0) as sdk:
-                with pytest.raises(openai.AuthenticationError) as caught:
-                    await sdk.models.list()
-            assert caught.value.code == "invalid_api_key"
-
-    asyncio.run(run())
+async def test_routes_need_a_key(model_folder: Path) -> None:
+    http = HttpOptions(port=0, api_keys=("other", "schlüssel"))
+    async with (
+        pair() as nodes,
+        joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
+    ):
+        assert router.needs_key
+        assert (await client.get("/health")).status_code in (200, 503)
+        for headers in ({}, bearer("wrong"), {"Authorization": "schlüssel".encode()}):
+            for path in ("/server_info", "/metrics", "/v1/models", "/health_generate", "/nowhere", "/docs"):
+                check_refused(await client.get(path, headers=headers))
+            check_refused(await client.post("/generate", json={"text": "a"}, headers=headers))
+            check_refused(await client.post("/flush_cache", headers=headers))
+        info = await client.get("/server_info", headers=bearer("schlüssel"))
+        assert info.status_code == 200
+        assert "schlüssel" not in info.text and "other" not in info.text
+        assert (await client.post("/flush_cache", headers=bearer("other"))).status_code == 200
+        async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="no", max_retries=0) as sdk:
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await sdk.models.list()
+        assert caught.value.code == "invalid_api_key"
 
 
 def test_the_owner_of_a_cache_is_a_key_that_is_known() -> None:
@@ -183,7 +173,7 @@ def test_the_owner_of_a_cache_is_a_key_that_is_known() -> None:
     assert shared.cache_owner(b"Bearer a") == b""
 
 
-def test_whose_cache_a_request_has_is_decided_by_its_key(model_folder: Path) -> None:
+async def test_whose_cache_a_request_has_is_decided_by_its_key(model_folder: Path) -> None:
     """On every route, and beside the request's own `extra_key`. No node is told a key, or what the client chose."""
 
     async def namespaces(http: HttpOptions, *headers: dict[str, bytes]) -> list[list[str]]:
@@ -204,27 +194,24 @@ def test_whose_cache_a_request_has_is_decided_by_its_key(model_folder: Path) -> 
             size = 2 * len(ROUTES)
             return [told[at : at + size] for at in range(0, len(told), size)]
 
-    async def run() -> None:
-        several = HttpOptions(port=0, api_keys=("a-key", "b-key"), admin_api_keys=("root-key",))
-        callers = [bearer(key) for key in ("a-key", "b-key", "root-key")]
-        told = await namespaces(several, *callers)
-        for of_one in told:
-            assert len(set(of_one[0::2])) == len(set(of_one[1::2])) == 1, "the same on every route"
-        words = {word for of_one in told for word in of_one}
-        assert len(words) == 6, "no two have anything in common"
-        digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("a-key", "b-key", "root-key")]
-        for word in words:
-            assert word and "key" not in word and "chosen" not in word
-            assert not any(word in digest or digest[:8] in word for digest in digests)
+    several = HttpOptions(port=0, api_keys=("a-key", "b-key"), admin_api_keys=("root-key",))
+    callers = [bearer(key) for key in ("a-key", "b-key", "root-key")]
+    told = await namespaces(several, *callers)
+    for of_one in told:
+        assert len(set(of_one[0::2])) == len(set(of_one[1::2])) == 1, "the same on every route"
+    words = {word for of_one in told for word in of_one}
+    assert len(words) == 6, "no two have anything in common"
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("a-key", "b-key", "root-key")]
+    for word in words:
+        assert word and "key" not in word and "chosen" not in word
+        assert not any(word in digest or digest[:8] in word for digest in digests)
 
-        one_key = HttpOptions(port=0, api_keys=("b-key",))
-        assert await namespaces(one_key, bearer("b-key")) == [told[1]], "another router agrees"
-        plain = ["", "chosen"] * len(ROUTES)
-        assert await namespaces(HttpOptions(port=0), {}, bearer("any")) == [plain, plain]
-        shared = replace(several, share_cache_across_api_keys=True)
-        assert await namespaces(shared, *callers) == [plain] * 3
-
-    asyncio.run(run())
+    one_key = HttpOptions(port=0, api_keys=("b-key",))
+    assert await namespaces(one_key, bearer("b-key")) == [told[1]], "another router agrees"
+    plain = ["", "chosen"] * len(ROUTES)
+    assert await namespaces(HttpOptions(port=0), {}, bearer("any")) == [plain, plain]
+    shared = replace(several, share_cache_across_api_keys=True)
+    assert await namespaces(shared, *callers) == [plain] * 3
 
 
 ADMIN_ROUTES = [
@@ -237,27 +224,24 @@ ADMIN_ROUTES = [
 
 
 @pytest.mark.parametrize("client_keys", [(), ("c",)])
-def test_admin_routes_need_the_admin_key(model_folder: Path, client_keys: tuple[str, ...]) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, api_keys=client_keys, admin_api_keys=("a",))
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
-        ):
-            assert router.needs_key == bool(client_keys)
-            for key in ("a", "c"):
-                aborted = await client.post("/abort_request", json={"rid": "x"}, headers=bearer(key))
-                assert aborted.status_code == 200
-            for method, path, body in ADMIN_ROUTES:
-                for headers in ({}, bearer("c"), bearer("wrong")):
-                    check_refused(await client.request(method, path, json=body, headers=headers))
-            while not (await client.get("/server_info", headers=bearer("a"))).json()["nodes"]:
-                await asyncio.sleep(0.01)
-            for method, path, body in ADMIN_ROUTES:
-                done = await client.request(method, path, json=body, headers=bearer("a"))
-                assert done.status_code == 200, done.text
-
-    asyncio.run(run())
+async def test_admin_routes_need_the_admin_key(model_folder: Path, client_keys: tuple[str, ...]) -> None:
+    http = HttpOptions(port=0, api_keys=client_keys, admin_api_keys=("a",))
+    async with (
+        pair() as nodes,
+        joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
+    ):
+        assert router.needs_key == bool(client_keys)
+        for key in ("a", "c"):
+            aborted = await client.post("/abort_request", json={"rid": "x"}, headers=bearer(key))
+            assert aborted.status_code == 200
+        for method, path, body in ADMIN_ROUTES:
+            for headers in ({}, bearer("c"), bearer("wrong")):
+                check_refused(await client.request(method, path, json=body, headers=headers))
+        while not (await client.get("/server_info", headers=bearer("a"))).json()["nodes"]:
+            await asyncio.sleep(0.01)
+        for method, path, body in ADMIN_ROUTES:
+            done = await client.request(method, path, json=body, headers=bearer("a"))
+            assert done.status_code == 200, done.text
 
 
 KEYLESS_ADMIN_ROUTES = [
@@ -285,55 +269,44 @@ def check_foreign(response: httpx.Response) -> None:
     assert (error["type"], error["code"]) == ("permission_error", "foreign_page")
 
 
-def test_without_keys_pages_of_other_sites_may_not_administer(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, allowed_origins=("*", "https://ops.example"))
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (router, client):
-            for headers in FOREIGN_PAGES:
-                for method, path, body in KEYLESS_ADMIN_ROUTES:
-                    text = {"Content-Type": "text/plain", **headers}  # what needs no preflight
-                    check_foreign(await client.request(method, path, json=body, headers=text))
-            assert len((await client.get("/fleet")).json()["nodes"]) == 2
-            own = router.url.removeprefix("http://")
-            for headers in (
-                {"Origin": router.url, "Sec-Fetch-Site": "same-origin"},
-                {"Host": "localhost:1", "Origin": "http://localhost:1"},
-                {"Host": "[::1]:8000"},
-                {"Host": "127.9.9.9", "Sec-Fetch-Site": "none"},
-                {"Host": own, "Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"},
-            ):
-                assert (await client.post("/flush_cache", headers=headers)).status_code == 200, headers
-                assert (await client.get("/fleet", headers=headers)).status_code == 200, headers
-            one = await client.post("/abort_request", json={"rid": "x"}, headers=FOREIGN_PAGES[0])
-            assert one.status_code == 200, "to end a request one has to know its name"
-
-    asyncio.run(run())
+async def test_without_keys_pages_of_other_sites_may_not_administer(model_folder: Path) -> None:
+    http = HttpOptions(port=0, allowed_origins=("*", "https://ops.example"))
+    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (router, client):
+        for headers in FOREIGN_PAGES:
+            for method, path, body in KEYLESS_ADMIN_ROUTES:
+                text = {"Content-Type": "text/plain", **headers}  # what needs no preflight
+                check_foreign(await client.request(method, path, json=body, headers=text))
+        assert len((await client.get("/fleet")).json()["nodes"]) == 2
+        own = router.url.removeprefix("http://")
+        for headers in (
+            {"Origin": router.url, "Sec-Fetch-Site": "same-origin"},
+            {"Host": "localhost:1", "Origin": "http://localhost:1"},
+            {"Host": "[::1]:8000"},
+            {"Host": "127.9.9.9", "Sec-Fetch-Site": "none"},
+            {"Host": own, "Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"},
+        ):
+            assert (await client.post("/flush_cache", headers=headers)).status_code == 200, headers
+            assert (await client.get("/fleet", headers=headers)).status_code == 200, headers
+        one = await client.post("/abort_request", json={"rid": "x"}, headers=FOREIGN_PAGES[0])
+        assert one.status_code == 200, "to end a request one has to know its name"
 
 
-def test_a_router_of_the_network_has_names_of_its_own_but_no_foreign_pages(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(host="0.0.0.0", port=0)
+async def test_a_router_of_the_network_has_names_of_its_own_but_no_foreign_pages(model_folder: Path) -> None:
+    http = HttpOptions(host="0.0.0.0", port=0)
+    async with joined_router(model_folder, [], http=http, wait=False) as (_, client):
+        named = {"Host": "llm.example:8000"}
+        assert (await client.post("/flush_cache", headers=named)).status_code == 200
+        own_page = {**named, "Origin": "https://llm.example:8000"}
+        assert (await client.post("/flush_cache", headers=own_page)).status_code == 200
+        check_foreign(await client.post("/flush_cache", headers={**named, "Origin": "http://evil.example"}))
+
+
+async def test_holders_of_a_key_administer_from_anywhere(model_folder: Path) -> None:
+    for http in (HttpOptions(port=0, admin_api_keys=("a",)), HttpOptions(port=0, api_keys=("a",))):
         async with joined_router(model_folder, [], http=http, wait=False) as (_, client):
-            named = {"Host": "llm.example:8000"}
-            assert (await client.post("/flush_cache", headers=named)).status_code == 200
-            own_page = {**named, "Origin": "https://llm.example:8000"}
-            assert (await client.post("/flush_cache", headers=own_page)).status_code == 200
-            check_foreign(
-                await client.post("/flush_cache", headers={**named, "Origin": "http://evil.example"})
-            )
-
-    asyncio.run(run())
-
-
-def test_holders_of_a_key_administer_from_anywhere(model_folder: Path) -> None:
-    async def run() -> None:
-        for http in (HttpOptions(port=0, admin_api_keys=("a",)), HttpOptions(port=0, api_keys=("a",))):
-            async with joined_router(model_folder, [], http=http, wait=False) as (_, client):
-                for headers in FOREIGN_PAGES:
-                    done = await client.post("/flush_cache", headers={**headers, **bearer("a")})
-                    assert done.status_code == 200, done.text
-
-    asyncio.run(run())
+            for headers in FOREIGN_PAGES:
+                done = await client.post("/flush_cache", headers={**headers, **bearer("a")})
+                assert done.status_code == 200, done.text
 
 
 @pytest.mark.parametrize(
@@ -357,12 +330,9 @@ def test_a_router_that_lets_the_network_in_says_so(
     assert ("clients_need_no_key" in caplog.text and "--api-key" in caplog.text) is warns
 
 
-def test_it_says_so_once_when_it_starts(model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
+async def test_it_says_so_once_when_it_starts(model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         http = HttpOptions(host="0.0.0.0", port=0)
         async with joined_router(model_folder, [], http=http, wait=False):
             pass
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(run())
     assert caplog.text.count("clients_need_no_key") == 1

@@ -28,7 +28,7 @@ def place(text: str) -> int:
 @pytest.mark.parametrize(
     "leaves_at", ["hm", "\n</think>", "I look", "_call>\n", 'me": "weather', "city", "rich", "{}"]
 )
-def test_a_node_that_leaves_in_the_middle(tmp_path: Path, leaves_at: str, burst: int, how: str) -> None:
+async def test_a_node_that_leaves_in_the_middle(tmp_path: Path, leaves_at: str, burst: int, how: str) -> None:
     async def first(node: FakeNode, message: Prefill | Decode) -> None:
         position = len(message.work.output_ids)
         node.tokens(message.key, position, IDS[position : position + 1])
@@ -49,29 +49,24 @@ def test_a_node_that_leaves_in_the_middle(tmp_path: Path, leaves_at: str, burst:
             else:
                 asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(node.stop()))
 
-    async def run() -> None:
-        folder = write_model(tmp_path / "model", chat_template=HERMES)
-        async with (
-            FakeNode(Role.PREFILL, script=first, limits=LIMITS) as prefill,
-            FakeNode(Role.DECODE, "decode-0", script=rest, limits=LIMITS) as one,
-            FakeNode(Role.DECODE, "decode-1", script=rest, limits=LIMITS) as other,
-            joined_router(folder, [prefill, one, other]) as (_, http),
-            openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "stream": True}
-            chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
-            assert len(one.all(Decode)) == len(other.all(Decode)) == 1, "it went on elsewhere"
-            deltas = [chunk.choices[0].delta for chunk in chunks]
-            extra = [delta.model_extra or {} for delta in deltas]
-            assert "".join(fields.get("reasoning_content", "") for fields in extra) == "hm"
-            assert "".join(delta.content or "" for delta in deltas) == "I look."
-            calls = [call for delta in deltas for call in delta.tool_calls or ()]
-            assert [call.function.name for call in calls if call.function and call.function.name] == [
-                "weather"
-            ]
-            assert [call.id for call in calls if call.id] == [calls[0].id]
-            told = "".join(call.function.arguments or "" for call in calls if call.function)
-            assert json.loads(told) == json.loads(ARGUMENTS)
-            assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-    asyncio.run(run())
+    folder = write_model(tmp_path / "model", chat_template=HERMES)
+    async with (
+        FakeNode(Role.PREFILL, script=first, limits=LIMITS) as prefill,
+        FakeNode(Role.DECODE, "decode-0", script=rest, limits=LIMITS) as one,
+        FakeNode(Role.DECODE, "decode-1", script=rest, limits=LIMITS) as other,
+        joined_router(folder, [prefill, one, other]) as (_, http),
+        openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "stream": True}
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
+        assert len(one.all(Decode)) == len(other.all(Decode)) == 1, "it went on elsewhere"
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        extra = [delta.model_extra or {} for delta in deltas]
+        assert "".join(fields.get("reasoning_content", "") for fields in extra) == "hm"
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [call.function.name for call in calls if call.function and call.function.name] == ["weather"]
+        assert [call.id for call in calls if call.id] == [calls[0].id]
+        told = "".join(call.function.arguments or "" for call in calls if call.function)
+        assert json.loads(told) == json.loads(ARGUMENTS)
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"

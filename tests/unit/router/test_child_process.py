@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,139 +27,111 @@ def child(source: str, **options: object) -> ChildProcess:
     return ChildProcess("node", "n", lambda: ["-c", source], **options)  # type: ignore[arg-type]
 
 
-def test_pauses_between_lives_grow() -> None:
-    async def run() -> None:
-        exits: list[tuple[str, float]] = []
-        dying = child(READY + "sys.exit(7)", on_exit=lambda code, *how: exits.append(how))
-        dying.start()
-        await eventually(lambda: len(exits) == 3)
-        await stop_all([dying], 5)
-        assert exits == [("exited with code 7", pause_s) for pause_s in (0.5, 1.0, 2.0)]
-
-    asyncio.run(run())
+async def test_pauses_between_lives_grow() -> None:
+    exits: list[tuple[str, float]] = []
+    dying = child(READY + "sys.exit(7)", on_exit=lambda code, *how: exits.append(how))
+    dying.start()
+    await eventually(lambda: len(exits) == 3)
+    await stop_all([dying], 5)
+    assert exits == [("exited with code 7", pause_s) for pause_s in (0.5, 1.0, 2.0)]
 
 
-def test_a_child_that_has_lived_long_is_started_again_soon() -> None:
-    async def run() -> None:
-        pauses: list[float] = []
-        source = READY + "time.sleep(0.2)"
-        dying = child(source, pauses_s=(0.02, 0.1), on_exit=lambda code, how, s: pauses.append(s))
-        dying.start()
-        await eventually(lambda: len(pauses) >= 2)
-        await stop_all([dying], 5)
-        assert pauses[:2] == [0.02, 0.02]
-
-    asyncio.run(run())
+async def test_a_child_that_has_lived_long_is_started_again_soon() -> None:
+    pauses: list[float] = []
+    source = READY + "time.sleep(0.2)"
+    dying = child(source, pauses_s=(0.02, 0.1), on_exit=lambda code, how, s: pauses.append(s))
+    dying.start()
+    await eventually(lambda: len(pauses) >= 2)
+    await stop_all([dying], 5)
+    assert pauses[:2] == [0.02, 0.02]
 
 
-def test_a_child_that_was_never_ready_is_not_started_again() -> None:
-    async def run() -> None:
-        failing = child("raise SystemExit(3)")
-        failing.start()
-        assert failing.keeper is not None
-        with pytest.raises(ChildFailed, match="node n exited with code 3 before it was ready"):
-            await failing.keeper
-        await stop_all([failing], 5)
-
-    asyncio.run(run())
+async def test_a_child_that_was_never_ready_is_not_started_again() -> None:
+    failing = child("raise SystemExit(3)")
+    failing.start()
+    assert failing.keeper is not None
+    with pytest.raises(ChildFailed, match="node n exited with code 3 before it was ready"):
+        await failing.keeper
+    await stop_all([failing], 5)
 
 
 @pytest.mark.parametrize(("code", "is_final"), [(1, False), (-9, False), (2, True), (3, True)])
-def test_a_child_that_had_loaded_ends_for_good_only_when_it_gave_up(code: int, is_final: bool) -> None:
-    async def run() -> None:
-        exits: list[str] = []
-        end = f"sys.exit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
-        waiting = child(
-            f"import os, sys; os.write(0, b'L'); {end}",
-            on_exit=lambda code, how, _: exits.append(how),
-        )
-        waiting.start()
-        assert waiting.keeper is not None
-        if is_final:
-            with pytest.raises(ChildFailed, match=f"exited with code {code} before it was ready"):
-                await waiting.keeper
-        else:
-            await eventually(lambda: exits or waiting.keeper.done())
-        await stop_all([waiting], 5)
-
-    asyncio.run(run())
+async def test_a_child_that_had_loaded_ends_for_good_only_when_it_gave_up(code: int, is_final: bool) -> None:
+    exits: list[str] = []
+    end = f"sys.exit({code})" if code > 0 else f"os.kill(os.getpid(), {-code})"
+    waiting = child(
+        f"import os, sys; os.write(0, b'L'); {end}", on_exit=lambda code, how, _: exits.append(how)
+    )
+    waiting.start()
+    assert waiting.keeper is not None
+    if is_final:
+        with pytest.raises(ChildFailed, match=f"exited with code {code} before it was ready"):
+            await waiting.keeper
+    else:
+        await eventually(lambda: exits or waiting.keeper.done())
+    await stop_all([waiting], 5)
 
 
-def test_a_child_that_cannot_be_started_again_is_tried_again() -> None:
-    async def run() -> None:
-        exits: list[str] = []
-        sources: Iterator[str] = iter(
-            (READY, "#" * 10_000_000)  # no argument is that long
-        )
-        dying = ChildProcess(
-            "node",
-            "n",
-            lambda: ["-c", next(sources, READY + "time.sleep(60)")],
-            on_exit=lambda code, how, _: exits.append(how),
-        )
-        num_files = psutil.Process().num_fds()
-        dying.start()
-        assert dying.keeper is not None
-        await eventually(lambda: len(exits) == 2)
-        await stop_all([dying], 5)
-        assert exits == ["exited with code 0", "could not be started: Argument list too long"]
-        assert psutil.Process().num_fds() == num_files
-
-    asyncio.run(run())
+async def test_a_child_that_cannot_be_started_again_is_tried_again() -> None:
+    exits: list[str] = []
+    sources: Iterator[str] = iter(
+        (READY, "#" * 10_000_000)  # no argument is that long
+    )
+    dying = ChildProcess(
+        "node",
+        "n",
+        lambda: ["-c", next(sources, READY + "time.sleep(60)")],
+        on_exit=lambda code, how, _: exits.append(how),
+    )
+    num_files = psutil.Process().num_fds()
+    dying.start()
+    assert dying.keeper is not None
+    await eventually(lambda: len(exits) == 2)
+    await stop_all([dying], 5)
+    assert exits == ["exited with code 0", "could not be started: Argument list too long"]
+    assert psutil.Process().num_fds() == num_files
 
 
-def test_a_child_that_can_never_be_started() -> None:
-    async def run() -> None:
-        impossible = child("#" * 10_000_000)
-        impossible.start()
-        assert impossible.keeper is not None
-        with pytest.raises(ChildFailed, match="could not be started: Argument list too long"):
-            await impossible.keeper
-
-    asyncio.run(run())
+async def test_a_child_that_can_never_be_started() -> None:
+    impossible = child("#" * 10_000_000)
+    impossible.start()
+    assert impossible.keeper is not None
+    with pytest.raises(ChildFailed, match="could not be started: Argument list too long"):
+        await impossible.keeper
 
 
-def test_a_child_whose_heart_stands_still_is_killed() -> None:
-    async def run() -> None:
-        exits: list[str] = []
-        hanging = child(
-            READY + "time.sleep(60)", heartbeat_timeout_s=1.5, on_exit=lambda code, how, _: exits.append(how)
-        )
-        hanging.start()
-        await eventually(lambda: exits)
-        await stop_all([hanging], 5)
-        assert exits == ["was killed by SIGKILL"]
-
-    asyncio.run(run())
+async def test_a_child_whose_heart_stands_still_is_killed() -> None:
+    exits: list[str] = []
+    hanging = child(
+        READY + "time.sleep(60)", heartbeat_timeout_s=1.5, on_exit=lambda code, how, _: exits.append(how)
+    )
+    hanging.start()
+    await eventually(lambda: exits)
+    await stop_all([hanging], 5)
+    assert exits == ["was killed by SIGKILL"]
 
 
-def test_a_child_whose_heart_beats_lives_on() -> None:
-    async def run() -> None:
-        exits: list[str] = []
-        beat = "os.write(0, b'.'); time.sleep(0.1)"
-        beating = child(
-            f"{READY}\nfor _ in range(40): {beat}",
-            heartbeat_timeout_s=2,
-            on_exit=lambda code, how, _: exits.append(how),
-        )
-        beating.start()
-        await eventually(lambda: exits)
-        await stop_all([beating], 5)
-        assert exits == ["exited with code 0"]
-
-    asyncio.run(run())
+async def test_a_child_whose_heart_beats_lives_on() -> None:
+    exits: list[str] = []
+    beat = "os.write(0, b'.'); time.sleep(0.1)"
+    beating = child(
+        f"{READY}\nfor _ in range(40): {beat}",
+        heartbeat_timeout_s=2,
+        on_exit=lambda code, how, _: exits.append(how),
+    )
+    beating.start()
+    await eventually(lambda: exits)
+    await stop_all([beating], 5)
+    assert exits == ["exited with code 0"]
 
 
-def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
-    async def run() -> None:
-        ignoring = child(
-            f"import signal; signal.signal({signal.SIGTERM:d}, signal.SIG_IGN); {READY} time.sleep(60)"
-        )
-        ignoring.start()
-        await ignoring.ready.wait()
-        await stop_all([ignoring], 0.3)
-
-    asyncio.run(run())
+async def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    ignoring = child(
+        f"import signal; signal.signal({signal.SIGTERM:d}, signal.SIG_IGN); {READY} time.sleep(60)"
+    )
+    ignoring.start()
+    await ignoring.ready.wait()
+    await stop_all([ignoring], 0.3)
 
 
 def test_a_router_that_starts_hears_of_nodes_that_announced_themselves_lately_and_of_those_that_ended() -> (

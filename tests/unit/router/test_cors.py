@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -18,58 +17,49 @@ PREFLIGHT = {
 }
 
 
-def test_pages_of_allowed_origins(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, api_keys=("k",), allowed_origins=(PAGE,))
-        known = {"Authorization": "Bearer k", "Origin": PAGE}
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
+async def test_pages_of_allowed_origins(model_folder: Path) -> None:
+    http = HttpOptions(port=0, api_keys=("k",), allowed_origins=(PAGE,))
+    known = {"Authorization": "Bearer k", "Origin": PAGE}
+    async with (
+        pair() as nodes,
+        joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
+    ):
+        preflight = await client.options("/v1/completions", headers={**PREFLIGHT, "Origin": PAGE})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        other = {**PREFLIGHT, "Origin": "https://other.example"}
+        assert (await client.options("/v1/completions", headers=other)).status_code == 400
+        for response, status in (
+            (await client.get("/v1/models", headers=known), 200),
+            (await client.get("/v1/models", headers={"Origin": PAGE}), 401),
+            (await client.get("/nowhere", headers=known), 404),
+            (await client.post("/generate", headers=known, json={}), 400),
         ):
-            preflight = await client.options("/v1/completions", headers={**PREFLIGHT, "Origin": PAGE})
-            assert preflight.status_code == 200
-            assert preflight.headers["access-control-allow-origin"] == PAGE
-            assert "POST" in preflight.headers["access-control-allow-methods"]
-            assert "authorization" in preflight.headers["access-control-allow-headers"]
-            other = {**PREFLIGHT, "Origin": "https://other.example"}
-            assert (await client.options("/v1/completions", headers=other)).status_code == 400
-            for response, status in (
-                (await client.get("/v1/models", headers=known), 200),
-                (await client.get("/v1/models", headers={"Origin": PAGE}), 401),
-                (await client.get("/nowhere", headers=known), 404),
-                (await client.post("/generate", headers=known, json={}), 400),
-            ):
-                assert response.status_code == status
-                assert response.headers["access-control-allow-origin"] == PAGE
-                assert "x-request-id" in response.headers["access-control-expose-headers"]
-            elsewhere = await client.get("/v1/models", headers={**known, "Origin": "https://other.example"})
-            assert "access-control-allow-origin" not in elsewhere.headers
-            assert "access-control-allow-credentials" not in elsewhere.headers
-
-    asyncio.run(run())
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in response.headers["access-control-expose-headers"]
+        elsewhere = await client.get("/v1/models", headers={**known, "Origin": "https://other.example"})
+        assert "access-control-allow-origin" not in elsewhere.headers
+        assert "access-control-allow-credentials" not in elsewhere.headers
 
 
-def test_off_by_default(model_folder: Path) -> None:
-    async def run() -> None:
-        async with joined_router(model_folder, [], wait=False) as (_, client):
-            preflight = await client.options("/generate", headers={**PREFLIGHT, "Origin": PAGE})
-            assert preflight.status_code == 405
-            for response in (preflight, await client.get("/health", headers={"Origin": PAGE})):
-                assert not any(name.startswith("access-control") for name in response.headers)
-
-    asyncio.run(run())
+async def test_off_by_default(model_folder: Path) -> None:
+    async with joined_router(model_folder, [], wait=False) as (_, client):
+        preflight = await client.options("/generate", headers={**PREFLIGHT, "Origin": PAGE})
+        assert preflight.status_code == 405
+        for response in (preflight, await client.get("/health", headers={"Origin": PAGE})):
+            assert not any(name.startswith("access-control") for name in response.headers)
 
 
-def test_streams_are_marked_too(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, allowed_origins=("*",))
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
-            body = {"text": "a", "stream": True}
-            response = await client.post("/generate", json=body, headers={"Origin": PAGE})
-            assert response.headers["access-control-allow-origin"] == "*"
-            assert response.text.endswith("data: [DONE]\n\n")
-
-    asyncio.run(run())
+async def test_streams_are_marked_too(model_folder: Path) -> None:
+    http = HttpOptions(port=0, allowed_origins=("*",))
+    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+        body = {"text": "a", "stream": True}
+        response = await client.post("/generate", json=body, headers={"Origin": PAGE})
+        assert response.headers["access-control-allow-origin"] == "*"
+        assert response.text.endswith("data: [DONE]\n\n")
 
 
 def test_the_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ async def listing_of(discovery: Discovery) -> AsyncIterator[list[Listing]]:
 
 
 # ------------------------------------------------------------------------------------------------------- DNS
-def test_dns_lists_every_address_and_a_failure_lists_nothing() -> None:
+async def test_dns_lists_every_address_and_a_failure_lists_nothing() -> None:
     class Names:
         def __init__(self) -> None:
             self.hosts = ["10.0.0.2", "10.0.0.3", "10.0.0.2"]
@@ -65,22 +65,19 @@ def test_dns_lists_every_address_and_a_failure_lists_nothing() -> None:
                 *((socket.AF_INET, type, 0, "", (host, port)) for host in self.hosts),
             ]
 
-    async def run() -> None:
-        names = Names()
-        discovery = dataclasses.replace(DnsDiscovery.of("nodes.example:7300"), poll_s=0.01)
-        discovery = dataclasses.replace(discovery, resolver=Resolver(names))
-        async with listing_of(discovery) as told:
-            await eventually(lambda: told)
-            hosts = ("10.0.0.2", "10.0.0.3", "[fd00::1]")
-            assert told[-1] == {(Role.DECODE, f"tcp://{host}:7300") for host in hosts}
-            names.hosts = []
-            asked = names.asked
-            await eventually(lambda: names.asked > asked + 2)
-            assert all(told)
-            names.hosts = ["10.0.0.4"]
-            await eventually(lambda: (Role.DECODE, "tcp://10.0.0.4:7300") in told[-1])
-
-    asyncio.run(run())
+    names = Names()
+    discovery = dataclasses.replace(DnsDiscovery.of("nodes.example:7300"), poll_s=0.01)
+    discovery = dataclasses.replace(discovery, resolver=Resolver(names))
+    async with listing_of(discovery) as told:
+        await eventually(lambda: told)
+        hosts = ("10.0.0.2", "10.0.0.3", "[fd00::1]")
+        assert told[-1] == {(Role.DECODE, f"tcp://{host}:7300") for host in hosts}
+        names.hosts = []
+        asked = names.asked
+        await eventually(lambda: names.asked > asked + 2)
+        assert all(told)
+        names.hosts = ["10.0.0.4"]
+        await eventually(lambda: (Role.DECODE, "tcp://10.0.0.4:7300") in told[-1])
 
 
 @pytest.mark.parametrize(
@@ -99,89 +96,78 @@ def test_a_source_that_is_none(text: str, words: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ membership
-def test_a_node_that_is_listed_no_more_stays_while_it_answers() -> None:
-    async def run() -> None:
-        timing = dataclasses.replace(TIMING, forget_s=0.05)
-        async with (
-            FakeNode(Role.DECODE, "d0") as kept,
-            FakeNode(Role.DECODE, "d1") as gone,
-            new_membership(timing=timing) as (membership, events),
-        ):
-            membership.on_listing([(Role.DECODE, kept.ref.address), (Role.DECODE, gone.ref.address)])
-            await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
-            membership.on_listing([])
-            await asyncio.sleep(4 * timing.forget_s)
-            assert len(membership.live(Role.DECODE)) == 2 and not events.lost
-            await gone.stop()
-            await eventually(lambda: [member.node_id for member in membership.members] == ["d0"])
-
-    asyncio.run(run())
+async def test_a_node_that_is_listed_no_more_stays_while_it_answers() -> None:
+    timing = dataclasses.replace(TIMING, forget_s=0.05)
+    async with (
+        FakeNode(Role.DECODE, "d0") as kept,
+        FakeNode(Role.DECODE, "d1") as gone,
+        new_membership(timing=timing) as (membership, events),
+    ):
+        membership.on_listing([(Role.DECODE, kept.ref.address), (Role.DECODE, gone.ref.address)])
+        await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
+        membership.on_listing([])
+        await asyncio.sleep(4 * timing.forget_s)
+        assert len(membership.live(Role.DECODE)) == 2 and not events.lost
+        await gone.stop()
+        await eventually(lambda: [member.node_id for member in membership.members] == ["d0"])
 
 
-def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCaptureFixture) -> None:
     """DNS knows no role: a node that has never answered is not called a decode node that was lost."""
     caplog.set_level(logging.INFO, "baton")
 
-    async def run() -> None:
-        async with FakeNode(Role.PREFILL, "p0") as node, new_membership() as (membership, _):
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                silent = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-            membership.on_listing([(Role.DECODE, node.ref.address), (Role.DECODE, silent)])
-            await eventually(lambda: membership.live(Role.PREFILL))
-            (lost,) = (member for member in membership.members if not member.node_id)
-            await eventually(lambda: lost.state is MemberState.LOST)
-            await membership.remove(lost)
-            texts = [record.getMessage() for record in caplog.records]
-            assert f"prefill_node_alive node=p0 address={node.ref.address}" in texts
-            assert any(text.startswith(f"node_lost address={silent} reason=") for text in texts), texts
-            assert f"node_forgotten address={silent}" in texts
-            named = membership.dial(silent, Role.DECODE, pinned=True)
-            assert named is not None
-            await eventually(lambda: named.state is MemberState.LOST)
-            text = caplog.records[-1].getMessage()
-            assert text.startswith(f"decode_node_lost address={silent} reason="), (
-                "the operator knows its role"
-            )
-
-    asyncio.run(run())
+    async with FakeNode(Role.PREFILL, "p0") as node, new_membership() as (membership, _):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            silent = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        membership.on_listing([(Role.DECODE, node.ref.address), (Role.DECODE, silent)])
+        await eventually(lambda: membership.live(Role.PREFILL))
+        (lost,) = (member for member in membership.members if not member.node_id)
+        await eventually(lambda: lost.state is MemberState.LOST)
+        await membership.remove(lost)
+        texts = [record.getMessage() for record in caplog.records]
+        assert f"prefill_node_alive node=p0 address={node.ref.address}" in texts
+        assert any(text.startswith(f"node_lost address={silent} reason=") for text in texts), texts
+        assert f"node_forgotten address={silent}" in texts
+        named = membership.dial(silent, Role.DECODE, pinned=True)
+        assert named is not None
+        await eventually(lambda: named.state is MemberState.LOST)
+        text = caplog.records[-1].getMessage()
+        assert text.startswith(f"decode_node_lost address={silent} reason="), "the operator knows its role"
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["listed first", "joined first"])
-def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
+async def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
     """One that is not listed, and is lost at the same time, is forgotten meanwhile."""
 
-    async def run() -> None:
-        timing = dataclasses.replace(TIMING, forget_s=0.05)
-        async with (
-            FakeNode(Role.DECODE, "d0") as kept,
-            FakeNode(Role.DECODE, "d1") as unlisted,
-            new_membership(timing=timing) as (membership, _),
-        ):
-            node = FakeNode(Role.DECODE, "d2")
-            await node.__aenter__()
-            known = [kept, unlisted, node] if joined else [unlisted]
-            for one in known:
-                assert membership.dial(one.ref.address, Role.DECODE, pinned=False) is not None
-            if joined:
-                await eventually(lambda: len(membership.all_live()) == 3)
-            # Its role is what it says, and not the one in which it is listed.
-            membership.on_listing([(Role.PREFILL, kept.ref.address), (Role.PREFILL, node.ref.address)])
-            await eventually(lambda: len(membership.live(Role.DECODE)) == 3)
-            await node.stop()
-            await unlisted.stop()
+    timing = dataclasses.replace(TIMING, forget_s=0.05)
+    async with (
+        FakeNode(Role.DECODE, "d0") as kept,
+        FakeNode(Role.DECODE, "d1") as unlisted,
+        new_membership(timing=timing) as (membership, _),
+    ):
+        node = FakeNode(Role.DECODE, "d2")
+        await node.__aenter__()
+        known = [kept, unlisted, node] if joined else [unlisted]
+        for one in known:
+            assert membership.dial(one.ref.address, Role.DECODE, pinned=False) is not None
+        if joined:
+            await eventually(lambda: len(membership.all_live()) == 3)
+        # Its role is what it says, and not the one in which it is listed.
+        membership.on_listing([(Role.PREFILL, kept.ref.address), (Role.PREFILL, node.ref.address)])
+        await eventually(lambda: len(membership.live(Role.DECODE)) == 3)
+        await node.stop()
+        await unlisted.stop()
 
-            def names() -> list[str]:
-                return sorted(member.node_id for member in membership.members)
+        def names() -> list[str]:
+            return sorted(member.node_id for member in membership.members)
 
-            await eventually(lambda: names() == ["d0", "d2"])
-            await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
-            assert names() == ["d0", "d2"]
-            member = next(member for member in membership.members if member.node_id == "d2")
-            assert member.state in (MemberState.LOST, MemberState.LEFT) and member.role is Role.DECODE
-            membership.on_listing([(Role.PREFILL, kept.ref.address)])
-            await eventually(lambda: names() == ["d0"])
-
-    asyncio.run(run())
+        await eventually(lambda: names() == ["d0", "d2"])
+        await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
+        assert names() == ["d0", "d2"]
+        member = next(member for member in membership.members if member.node_id == "d2")
+        assert member.state in (MemberState.LOST, MemberState.LEFT) and member.role is Role.DECODE
+        membership.on_listing([(Role.PREFILL, kept.ref.address)])
+        await eventually(lambda: names() == ["d0"])
 
 
 class NoReqs:
@@ -197,109 +183,94 @@ class NoReqs:
         return 0
 
 
-def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
+async def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
     """A pod that was started anew has another address, and the name is looked up by operators."""
 
-    async def run() -> None:
-        async with new_membership() as (membership, _):
-            changes = FleetChanges(
-                membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
-            )
-            old = FakeNode(Role.DECODE, "d0")
-            await old.__aenter__()
-            assert membership.dial(old.ref.address, Role.DECODE, pinned=True) is not None
+    async with new_membership() as (membership, _):
+        changes = FleetChanges(
+            membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
+        )
+        old = FakeNode(Role.DECODE, "d0")
+        await old.__aenter__()
+        assert membership.dial(old.ref.address, Role.DECODE, pinned=True) is not None
+        await eventually(lambda: membership.live(Role.DECODE))
+        await old.stop()
+        await eventually(lambda: not membership.live(Role.DECODE))
+        async with FakeNode(Role.DECODE, "d0") as new:
+            assert membership.dial(new.ref.address, Role.DECODE, pinned=True) is not None
             await eventually(lambda: membership.live(Role.DECODE))
-            await old.stop()
-            await eventually(lambda: not membership.live(Role.DECODE))
-            async with FakeNode(Role.DECODE, "d0") as new:
-                assert membership.dial(new.ref.address, Role.DECODE, pinned=True) is not None
-                await eventually(lambda: membership.live(Role.DECODE))
-                names = [(member.node_id, member.node is None) for member in membership.members]
-                assert names == [("d0", True), ("d0", False)]
-                found = changes.find("d0")
-                assert found is not None and found.address == new.ref.address
-                lost = changes.find(old.ref.address.removeprefix("tcp://"))
-                assert lost is not None and lost.address == old.ref.address
-
-    asyncio.run(run())
+            names = [(member.node_id, member.node is None) for member in membership.members]
+            assert names == [("d0", True), ("d0", False)]
+            found = changes.find("d0")
+            assert found is not None and found.address == new.ref.address
+            lost = changes.find(old.ref.address.removeprefix("tcp://"))
+            assert lost is not None and lost.address == old.ref.address
 
 
-def test_a_node_is_told_to_resume_only_while_it_is_added() -> None:
+async def test_a_node_is_told_to_resume_only_while_it_is_added() -> None:
     """Else each later connection would take back the drain of another router."""
 
-    async def run() -> None:
-        async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
-            changes = FleetChanges(
-                membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
-            )
-            for _ in range(2):  # anew, and once more as a member
-                member = await changes.add(Role.DECODE, node.ref.address, PATIENCE_S)
-                assert member.state is MemberState.ALIVE and member.pinned and not member.resume
-
-    asyncio.run(run())
+    async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
+        changes = FleetChanges(
+            membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
+        )
+        for _ in range(2):  # anew, and once more as a member
+            member = await changes.add(Role.DECODE, node.ref.address, PATIENCE_S)
+            assert member.state is MemberState.ALIVE and member.pinned and not member.resume
 
 
-def test_a_node_that_is_listed_in_another_role_is_still_listed() -> None:
-    async def run() -> None:
-        async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
-            for role in Role:
-                membership.on_listing([(role, node.ref.address)])
-                assert [member.listed for member in membership.members] == [True]
-            membership.on_listing([])
-            assert [member.listed for member in membership.members] == [False]
-
-    asyncio.run(run())
+async def test_a_node_that_is_listed_in_another_role_is_still_listed() -> None:
+    async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
+        for role in Role:
+            membership.on_listing([(role, node.ref.address)])
+            assert [member.listed for member in membership.members] == [True]
+        membership.on_listing([])
+        assert [member.listed for member in membership.members] == [False]
 
 
-def test_a_node_that_the_operator_removed_is_dialled_when_it_has_been_off_the_list() -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE, "d0") as node, new_membership() as (membership, _):
-            listed = [(Role.DECODE, node.ref.address)]
-            membership.on_listing(listed)
-            await eventually(lambda: membership.live(Role.DECODE))
-            await membership.remove(membership.members[0])
-            membership.on_listing(listed)
-            await asyncio.sleep(4 * TIMING.redial_s)
-            assert not membership.members
-            membership.on_listing([])
-            membership.on_listing(listed)
-            await eventually(lambda: membership.live(Role.DECODE))
-
-    asyncio.run(run())
+async def test_a_node_that_the_operator_removed_is_dialled_when_it_has_been_off_the_list() -> None:
+    async with FakeNode(Role.DECODE, "d0") as node, new_membership() as (membership, _):
+        listed = [(Role.DECODE, node.ref.address)]
+        membership.on_listing(listed)
+        await eventually(lambda: membership.live(Role.DECODE))
+        await membership.remove(membership.members[0])
+        membership.on_listing(listed)
+        await asyncio.sleep(4 * TIMING.redial_s)
+        assert not membership.members
+        membership.on_listing([])
+        membership.on_listing(listed)
+        await eventually(lambda: membership.live(Role.DECODE))
 
 
-def test_listed_nodes_without_room_are_named_and_dialled_when_there_is(
+async def test_listed_nodes_without_room_are_named_and_dialled_when_there_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        async with (
-            FakeNode(Role.DECODE, "d0") as d0,
-            FakeNode(Role.DECODE, "d1") as d1,
-            FakeNode(Role.DECODE, "d2") as d2,
-            FakeNode(Role.DECODE, "d3") as d3,
-            new_membership(max_members=2) as (membership, _),
-        ):
-            by_address = sorted((d0, d1, d2, d3), key=lambda node: node.ref.address)
-            first, second, third, fourth = (node.ref.address for node in by_address)
+    async with (
+        FakeNode(Role.DECODE, "d0") as d0,
+        FakeNode(Role.DECODE, "d1") as d1,
+        FakeNode(Role.DECODE, "d2") as d2,
+        FakeNode(Role.DECODE, "d3") as d3,
+        new_membership(max_members=2) as (membership, _),
+    ):
+        by_address = sorted((d0, d1, d2, d3), key=lambda node: node.ref.address)
+        first, second, third, fourth = (node.ref.address for node in by_address)
 
-            def addresses() -> list[str]:
-                return sorted(member.address for member in membership.members)
+        def addresses() -> list[str]:
+            return sorted(member.address for member in membership.members)
 
-            everything = [(Role.DECODE, address) for address in (first, second, third, fourth)]
-            membership.on_listing(everything)
-            await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
-            assert addresses() == [first, second]
-            assert f"nodes_left_out nodes=2 first={third} members=2" in caplog.text
-            membership.on_listing(everything[:2] + everything[3:])
-            assert f"nodes_left_out nodes=1 first={fourth} members=2" in caplog.text
-            await membership.remove(membership.members[0])
-            await eventually(lambda: addresses() == [second, fourth])
-            await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
-            assert all(member.listed for member in membership.members)
-            membership.on_listing(everything[:2] + everything[3:])
-            assert caplog.text.count("nodes_left_out") == 2, "the operator removed the first"
-
-    asyncio.run(run())
+        everything = [(Role.DECODE, address) for address in (first, second, third, fourth)]
+        membership.on_listing(everything)
+        await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
+        assert addresses() == [first, second]
+        assert f"nodes_left_out nodes=2 first={third} members=2" in caplog.text
+        membership.on_listing(everything[:2] + everything[3:])
+        assert f"nodes_left_out nodes=1 first={fourth} members=2" in caplog.text
+        await membership.remove(membership.members[0])
+        await eventually(lambda: addresses() == [second, fourth])
+        await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
+        assert all(member.listed for member in membership.members)
+        membership.on_listing(everything[:2] + everything[3:])
+        assert caplog.text.count("nodes_left_out") == 2, "the operator removed the first"
 
 
 # ------------------------------------------------------------------------------------------------ Kubernetes
@@ -462,7 +433,7 @@ def discovery(api: ApiServer) -> K8sDiscovery:
     ("namespace", "of_context", "expected"),
     [(None, "baton", "baton"), ("baton", "other", "baton"), (None, None, "default")],
 )
-def test_outside_a_cluster_the_context_of_kubectl_names_the_namespace(
+async def test_outside_a_cluster_the_context_of_kubectl_names_the_namespace(
     namespace: str | None,
     of_context: str | None,
     expected: str,
@@ -485,79 +456,64 @@ def test_outside_a_cluster_the_context_of_kubectl_names_the_namespace(
     (tmp_path / ".kube" / "config").write_text(json.dumps(kubeconfig))
     api.change("ADDED", pod("p0", PREFILL, "10.0.0.2"))
 
-    async def run() -> None:
-        async with listing_of(K8sDiscovery.connect(namespace, SELECTORS)) as told:
-            await eventually(lambda: told and told[-1] == {(Role.PREFILL, "tcp://10.0.0.2:7100")})
-
-    asyncio.run(run())
+    async with listing_of(K8sDiscovery.connect(namespace, SELECTORS)) as told:
+        await eventually(lambda: told and told[-1] == {(Role.PREFILL, "tcp://10.0.0.2:7100")})
 
 
-def test_pods_are_listed_and_watched(api: ApiServer) -> None:
+async def test_pods_are_listed_and_watched(api: ApiServer) -> None:
     api.change("ADDED", pod("p0", PREFILL, "10.0.0.2"))
     api.change("ADDED", pod("x", "router", "10.0.0.9"))
 
-    async def run() -> None:
-        async with listing_of(discovery(api)) as told:
-            p0, d0 = (Role.PREFILL, "tcp://10.0.0.2:7100"), (Role.DECODE, "tcp://10.0.0.3:7500")
-            await eventually(lambda: told and told[-1] == {p0})
-            await eventually(lambda: api.num_watches == 2)
-            api.change("ADDED", pod("d0", DECODE, None, 7500))
-            api.change("MODIFIED", pod("d0", DECODE, "10.0.0.3", 7500))
-            await eventually(lambda: told[-1] == {p0, d0})
-            api.change("DELETED", pod("p0", PREFILL, "10.0.0.2"))
-            await eventually(lambda: told[-1] == {d0})
-
-    asyncio.run(run())
+    async with listing_of(discovery(api)) as told:
+        p0, d0 = (Role.PREFILL, "tcp://10.0.0.2:7100"), (Role.DECODE, "tcp://10.0.0.3:7500")
+        await eventually(lambda: told and told[-1] == {p0})
+        await eventually(lambda: api.num_watches == 2)
+        api.change("ADDED", pod("d0", DECODE, None, 7500))
+        api.change("MODIFIED", pod("d0", DECODE, "10.0.0.3", 7500))
+        await eventually(lambda: told[-1] == {p0, d0})
+        api.change("DELETED", pod("p0", PREFILL, "10.0.0.2"))
+        await eventually(lambda: told[-1] == {d0})
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_watch_that_is_dropped_or_too_old_is_made_up_for(api: ApiServer, gone: bool) -> None:
+async def test_a_watch_that_is_dropped_or_too_old_is_made_up_for(api: ApiServer, gone: bool) -> None:
     api.change("ADDED", pod("d0", DECODE, "10.0.0.3"))
 
-    async def run() -> None:
-        async with listing_of(discovery(api)) as told:
-            d0, d1 = (Role.DECODE, "tcp://10.0.0.3:7200"), (Role.DECODE, "tcp://10.0.0.4:7200")
-            await eventually(lambda: told and told[-1] == {d0})
-            await eventually(lambda: api.num_watches == 2)
-            num_lists, api.num_gone = api.num_lists, 2 * gone
-            api.drop()
-            if gone:
-                api.pods["d1"] = pod("d1", DECODE, "10.0.0.4")  # no watch tells
-                await eventually(lambda: api.num_lists == num_lists + 2)
-            else:
-                await eventually(lambda: api.num_watches == 4)
-                api.change("ADDED", pod("d1", DECODE, "10.0.0.4"))
-            await eventually(lambda: told[-1] == {d0, d1})
-
-    asyncio.run(run())
-
-
-def test_an_api_that_fails_takes_no_node_away(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    api.change("ADDED", pod("d0", DECODE, "10.0.0.3"))
-
-    async def run() -> None:
-        async with listing_of(discovery(api)) as told:
-            await eventually(lambda: told and len(told[-1]) == 1)
-            await eventually(lambda: api.num_watches == 2)
-            api.broken = True
-            api.drop()
-            await eventually(lambda: "discovery_failed" in caplog.text)
-            d0, d1 = (Role.DECODE, "tcp://10.0.0.3:7200"), (Role.DECODE, "tcp://10.0.0.4:7200")
-            assert told[-1] == {d0}
-            api.broken = False
+    async with listing_of(discovery(api)) as told:
+        d0, d1 = (Role.DECODE, "tcp://10.0.0.3:7200"), (Role.DECODE, "tcp://10.0.0.4:7200")
+        await eventually(lambda: told and told[-1] == {d0})
+        await eventually(lambda: api.num_watches == 2)
+        num_lists, api.num_gone = api.num_lists, 2 * gone
+        api.drop()
+        if gone:
+            api.pods["d1"] = pod("d1", DECODE, "10.0.0.4")  # no watch tells
+            await eventually(lambda: api.num_lists == num_lists + 2)
+        else:
             await eventually(lambda: api.num_watches == 4)
             api.change("ADDED", pod("d1", DECODE, "10.0.0.4"))
-            await eventually(lambda: told[-1] == {d0, d1})
+        await eventually(lambda: told[-1] == {d0, d1})
 
-    asyncio.run(run())
+
+async def test_an_api_that_fails_takes_no_node_away(api: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
+    api.change("ADDED", pod("d0", DECODE, "10.0.0.3"))
+
+    async with listing_of(discovery(api)) as told:
+        await eventually(lambda: told and len(told[-1]) == 1)
+        await eventually(lambda: api.num_watches == 2)
+        api.broken = True
+        api.drop()
+        await eventually(lambda: "discovery_failed" in caplog.text)
+        d0, d1 = (Role.DECODE, "tcp://10.0.0.3:7200"), (Role.DECODE, "tcp://10.0.0.4:7200")
+        assert told[-1] == {d0}
+        api.broken = False
+        await eventually(lambda: api.num_watches == 4)
+        api.change("ADDED", pod("d1", DECODE, "10.0.0.4"))
+        await eventually(lambda: told[-1] == {d0, d1})
 
 
 @pytest.mark.parametrize(
     ("changed", "address"),
-    [
-        ({}, "tcp://10.0.0.3:7200"),
-        ({"deletionTimestamp": "2026-11-23T00:00:00Z"}, None),
-    ],
+    [({}, "tcp://10.0.0.3:7200"), ({"deletionTimestamp": "2026-11-23T00:00:00Z"}, None)],
 )
 def test_a_pod_that_ends_is_not_listed(changed: dict[str, str], address: str | None) -> None:
     described = pod("d0", DECODE, "10.0.0.3", **changed)

@@ -51,7 +51,7 @@ async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response
     return await eventually(reached)
 
 
-def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path) -> None:
+async def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path) -> None:
     async def with_noise(node: FakeNode, message: Prefill | Decode) -> None:
         stale = type(message.key)(message.key.router, message.key.rid, message.key.attempt + 1)
         other = type(message.key)("another router", message.key.rid)
@@ -61,461 +61,394 @@ def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path) -> N
         node.tokens(message.key, 12, [5], Finish("length"))
         node.send(Failed(message.key, 500, "too late"))
 
-    async def run() -> None:
-        async with (
-            pair(decode=with_noise) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            for _ in range(2):
-                answer = (await client.post("/generate", json={"text": "a", **PARAMS})).json()
-                assert answer["output_ids"] == decode.story[:12]
-
-    asyncio.run(run())
+    async with (
+        pair(decode=with_noise) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        for _ in range(2):
+            answer = (await client.post("/generate", json={"text": "a", **PARAMS})).json()
+            assert answer["output_ids"] == decode.story[:12]
 
 
-def test_first_token_that_ends_it_cancels_the_decode_node(model_folder: Path) -> None:
+async def test_first_token_that_ends_it_cancels_the_decode_node(model_folder: Path) -> None:
     async def eos(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, [0], Finish("stop", 0))
 
-    async def run() -> None:
-        async with (
-            pair(prefill=eos, decode=say_nothing) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            answer = (await client.post("/generate", json={"text": "a", **PARAMS})).json()
-            assert answer["text"] == "" and answer["output_ids"] == [0]
-            cancel = await decode.wait_for(Cancel)
-            assert cancel.key == prefill.all(Prefill)[0].key
-            assert not prefill.all(Cancel)
-
-    asyncio.run(run())
+    async with (
+        pair(prefill=eos, decode=say_nothing) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        answer = (await client.post("/generate", json={"text": "a", **PARAMS})).json()
+        assert answer["text"] == "" and answer["output_ids"] == [0]
+        cancel = await decode.wait_for(Cancel)
+        assert cancel.key == prefill.all(Prefill)[0].key
+        assert not prefill.all(Cancel)
 
 
 @pytest.mark.parametrize("culprit", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("stream", [False, True])
-def test_failed_before_any_token_is_a_status(model_folder: Path, culprit: Role, stream: bool) -> None:
+async def test_failed_before_any_token_is_a_status(model_folder: Path, culprit: Role, stream: bool) -> None:
     async def fail(node: FakeNode, message: Prefill | Decode) -> None:
         node.send(Failed(message.key, 400, "no such grammar", "regex"))
 
-    async def run() -> None:
-        scripts = {"prefill": say_nothing, "decode": say_nothing, culprit.value: fail}
-        async with pair(**scripts) as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            response = await client.post("/generate", json={"text": "a", "stream": stream, **PARAMS})
-            assert response.status_code == 400
-            assert response.json()["error"]["message"] == "no such grammar"
-            assert response.json()["error"]["param"] == "regex"
-            other = next(node for node in nodes if node.role is not culprit)
-            await other.wait_for(Cancel)
-            assert not next(node for node in nodes if node.role is culprit).all(Cancel)
-
-    asyncio.run(run())
+    scripts = {"prefill": say_nothing, "decode": say_nothing, culprit.value: fail}
+    async with pair(**scripts) as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        response = await client.post("/generate", json={"text": "a", "stream": stream, **PARAMS})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "no such grammar"
+        assert response.json()["error"]["param"] == "regex"
+        other = next(node for node in nodes if node.role is not culprit)
+        await other.wait_for(Cancel)
+        assert not next(node for node in nodes if node.role is culprit).all(Cancel)
 
 
-def test_failed_in_mid_stream_is_an_event(model_folder: Path) -> None:
+async def test_failed_in_mid_stream_is_an_event(model_folder: Path) -> None:
     async def fail_later(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, node.story[:3])
         node.send(Failed(message.key, 500, "out of memory"))
 
-    async def run() -> None:
-        async with (
-            pair(decode=fail_later) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            body = {"text": "a", "stream": True, **PARAMS}
-            response = await client.post("/generate", json=body)
-            *_, last_text, error, done = events(response.text)
-            assert response.status_code == 200 and done == "[DONE]"
-            assert last_text["output_ids"] == decode.story[:3]
-            assert error["error"]["message"] == "out of memory"
-            chat = {"prompt": "a", "stream": True, "max_tokens": 12}
-            *_, error, done = events((await client.post("/v1/completions", json=chat)).text)
-            assert done == "[DONE]" and error["error"]["type"] == "server_error"
-
-    asyncio.run(run())
+    async with (
+        pair(decode=fail_later) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        body = {"text": "a", "stream": True, **PARAMS}
+        response = await client.post("/generate", json=body)
+        *_, last_text, error, done = events(response.text)
+        assert response.status_code == 200 and done == "[DONE]"
+        assert last_text["output_ids"] == decode.story[:3]
+        assert error["error"]["message"] == "out of memory"
+        chat = {"prompt": "a", "stream": True, "max_tokens": 12}
+        *_, error, done = events((await client.post("/v1/completions", json=chat)).text)
+        assert done == "[DONE]" and error["error"]["type"] == "server_error"
 
 
-def test_one_failure_in_a_batch_names_its_index_and_ends_the_others(model_folder: Path) -> None:
+async def test_one_failure_in_a_batch_names_its_index_and_ends_the_others(model_folder: Path) -> None:
     async def fail_the_second(node: FakeNode, message: Prefill | Decode) -> None:
         if len(message.work.input_ids) == 2:
             node.send(Failed(message.key, 400, "bad"))
 
-    async def run() -> None:
-        async with (
-            pair(prefill=say_nothing, decode=fail_the_second) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            response = await client.post("/generate", json={"input_ids": [[1], [1, 2], [1, 2, 3]]})
-            assert response.status_code == 400
-            assert response.json()["error"]["message"] == "prompt 1: bad"
-            await decode.wait_for(Cancel, 2)
-            await prefill.wait_for(Cancel, 3)
-
-    asyncio.run(run())
+    async with (
+        pair(prefill=say_nothing, decode=fail_the_second) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        response = await client.post("/generate", json={"input_ids": [[1], [1, 2], [1, 2, 3]]})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "prompt 1: bad"
+        await decode.wait_for(Cancel, 2)
+        await prefill.wait_for(Cancel, 3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stage", ["queued", "decoding"])
-def test_client_disconnect_cancels_everywhere(model_folder: Path, stream: bool, stage: str) -> None:
+async def test_client_disconnect_cancels_everywhere(model_folder: Path, stream: bool, stage: str) -> None:
     script = say_nothing if stage == "queued" else one_then_nothing
 
-    async def run() -> None:
-        async with (
-            pair(prefill=script, decode=script) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (router, client),
-        ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-            body = json.dumps({"text": "hello", "stream": stream, **PARAMS}).encode()
-            head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            await decode.wait_for(Decode)
-            if stage == "decoding":
-                await until_queued(client, 0)
-            if stream and stage == "decoding":
-                await reader.readuntil(b"data: ")
-            writer.close()
-            assert (await decode.wait_for(Cancel)).key == decode.all(Decode)[0].key
-            if stage == "queued":
-                await prefill.wait_for(Cancel)
-            else:
-                assert not prefill.all(Cancel)  # the decode node has spoken: the prefill node let go
-            metrics = (await client.get("/metrics")).text
-            assert 'sglang:num_aborted_requests_total{model_name="tiny",role="router"} 1.0' in metrics
-
-    asyncio.run(run())
+    async with (
+        pair(prefill=script, decode=script) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (router, client),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+        body = json.dumps({"text": "hello", "stream": stream, **PARAMS}).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await decode.wait_for(Decode)
+        if stage == "decoding":
+            await until_queued(client, 0)
+        if stream and stage == "decoding":
+            await reader.readuntil(b"data: ")
+        writer.close()
+        assert (await decode.wait_for(Cancel)).key == decode.all(Decode)[0].key
+        if stage == "queued":
+            await prefill.wait_for(Cancel)
+        else:
+            assert not prefill.all(Cancel)  # the decode node has spoken: the prefill node let go
+        metrics = (await client.get("/metrics")).text
+        assert 'sglang:num_aborted_requests_total{model_name="tiny",role="router"} 1.0' in metrics
 
 
-def test_a_client_that_does_not_read_blocks_nobody(model_folder: Path) -> None:
+async def test_a_client_that_does_not_read_blocks_nobody(model_folder: Path) -> None:
     limits = NodeLimits(context_length=5000, max_total_num_tokens=5000, max_running_requests=8)
 
-    async def run() -> None:
-        async with pair() as (prefill, decode):
-            prefill.limits = decode.limits = limits
-            async with joined_router(model_folder, [prefill, decode]) as (router, client):
-                _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-                params = {"max_new_tokens": 2000}
-                body = json.dumps({"text": "hello", "stream": True, "sampling_params": params}).encode()
-                writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
-                writer.write(body)
-                await decode.wait_for(Decode)
-                answer = await client.post("/generate", json={"text": "a", **PARAMS})
-                assert answer.status_code == 200
-                writer.close()
-
-    asyncio.run(run())
+    async with pair() as (prefill, decode):
+        prefill.limits = decode.limits = limits
+        async with joined_router(model_folder, [prefill, decode]) as (router, client):
+            _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+            params = {"max_new_tokens": 2000}
+            body = json.dumps({"text": "hello", "stream": True, "sampling_params": params}).encode()
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+            writer.write(body)
+            await decode.wait_for(Decode)
+            answer = await client.post("/generate", json={"text": "a", **PARAMS})
+            assert answer.status_code == 200
+            writer.close()
 
 
 @pytest.mark.parametrize("culprit", [Role.PREFILL, Role.DECODE])
-def test_requests_of_a_node_that_dies_go_on_at_others(model_folder: Path, culprit: Role) -> None:
-    async def run() -> None:
-        async with (
-            FakeNode(Role.PREFILL, "prefill-0", script=say_nothing) as p0,
-            FakeNode(Role.DECODE, "decode-0", script=say_nothing) as d0,
-            FakeNode(Role.PREFILL, "prefill-1") as p1,
-            FakeNode(Role.DECODE, "decode-1") as d1,
-            joined_router(model_folder, [p0, d0, p1, d1]) as (_, client),
-        ):
-            d1.delay_s = 0.05
-            doomed = asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS}))
-            await d0.wait_for(Decode)
-            await p0.wait_for(Prefill)
-            survivor = asyncio.create_task(client.post("/generate", json={"text": "b", **PARAMS}))
-            await d1.wait_for(Decode)
-            dead, other = (p0, d0) if culprit is Role.PREFILL else (d0, p0)
-            p0.script, d0.script = tell_first_token, tell_story
-            await dead.stop()
-            answer = (await doomed).json()
-            await other.wait_for(Cancel)
-            assert (await survivor).json()["text"] == answer["text"]
-            assert answer["output_ids"] == (await survivor).json()["output_ids"]
-            health = (await client.get("/health")).json()
-            assert health["status"] == "degraded" and dead.node_id in health["reason"]
-            for _ in range(2):
-                assert (await client.post("/generate", json={"text": "c", **PARAMS})).status_code == 200
-            if culprit is Role.DECODE:
-                await eventually(lambda: p1.all(Peers)[-1].decode_nodes == (d1.ref,))
-
-    asyncio.run(run())
+async def test_requests_of_a_node_that_dies_go_on_at_others(model_folder: Path, culprit: Role) -> None:
+    async with (
+        FakeNode(Role.PREFILL, "prefill-0", script=say_nothing) as p0,
+        FakeNode(Role.DECODE, "decode-0", script=say_nothing) as d0,
+        FakeNode(Role.PREFILL, "prefill-1") as p1,
+        FakeNode(Role.DECODE, "decode-1") as d1,
+        joined_router(model_folder, [p0, d0, p1, d1]) as (_, client),
+    ):
+        d1.delay_s = 0.05
+        doomed = asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS}))
+        await d0.wait_for(Decode)
+        await p0.wait_for(Prefill)
+        survivor = asyncio.create_task(client.post("/generate", json={"text": "b", **PARAMS}))
+        await d1.wait_for(Decode)
+        dead, other = (p0, d0) if culprit is Role.PREFILL else (d0, p0)
+        p0.script, d0.script = tell_first_token, tell_story
+        await dead.stop()
+        answer = (await doomed).json()
+        await other.wait_for(Cancel)
+        assert (await survivor).json()["text"] == answer["text"]
+        assert answer["output_ids"] == (await survivor).json()["output_ids"]
+        health = (await client.get("/health")).json()
+        assert health["status"] == "degraded" and dead.node_id in health["reason"]
+        for _ in range(2):
+            assert (await client.post("/generate", json={"text": "c", **PARAMS})).status_code == 200
+        if culprit is Role.DECODE:
+            await eventually(lambda: p1.all(Peers)[-1].decode_nodes == (d1.ref,))
 
 
-def test_a_restarted_node_is_dialled_again_with_a_new_identity(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            first_ref = decode.ref
-            await decode.stop()
-            await until_health(client, "unavailable")
-            refused = await client.post("/generate", json={"text": "a", **PARAMS})
-            assert refused.status_code == 503
-            assert "decode-0 is lost" in refused.json()["error"]["message"]
-            decode.start(decode.port, incarnation="b")
-            await until_health(client, "ok")
-            assert len(set(decode.identities)) == len(decode.identities) == 2
-            assert all(identity.startswith("router|") for identity in decode.identities)
-            assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
-            assert decode.ref != first_ref and prefill.all(Prefill)[-1].decode == decode.ref
-            assert prefill.all(Peers)[-1].decode_nodes == (decode.ref,)
-
-    asyncio.run(run())
+async def test_a_restarted_node_is_dialled_again_with_a_new_identity(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        first_ref = decode.ref
+        await decode.stop()
+        await until_health(client, "unavailable")
+        refused = await client.post("/generate", json={"text": "a", **PARAMS})
+        assert refused.status_code == 503
+        assert "decode-0 is lost" in refused.json()["error"]["message"]
+        decode.start(decode.port, incarnation="b")
+        await until_health(client, "ok")
+        assert len(set(decode.identities)) == len(decode.identities) == 2
+        assert all(identity.startswith("router|") for identity in decode.identities)
+        assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
+        assert decode.ref != first_ref and prefill.all(Prefill)[-1].decode == decode.ref
+        assert prefill.all(Peers)[-1].decode_nodes == (decode.ref,)
 
 
-def test_what_a_leaving_node_said_last_still_counts(model_folder: Path) -> None:
+async def test_what_a_leaving_node_said_last_still_counts(model_folder: Path) -> None:
     async def finish_and_leave(node: FakeNode, message: Prefill | Decode) -> None:
         await tell_story(node, message)
         node.send(Leaving("told to"))
         node._socket.close()
 
-    async def run() -> None:
-        async with (
-            pair(decode=finish_and_leave) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            answer = await client.post("/generate", json={"text": "a", **PARAMS})
-            assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 12
-            health = await until_health(client, "unavailable")
-            assert health.status_code == 503
-            assert health.json()["decode"][0]["state"] == "left"
-            assert health.json()["decode"][0]["reason"] == "told to"
-
-    asyncio.run(run())
+    async with (
+        pair(decode=finish_and_leave) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        answer = await client.post("/generate", json={"text": "a", **PARAMS})
+        assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 12
+        health = await until_health(client, "unavailable")
+        assert health.status_code == 503
+        assert health.json()["decode"][0]["state"] == "left"
+        assert health.json()["decode"][0]["reason"] == "told to"
 
 
-def test_a_silent_node_is_lost_after_its_timeout(model_folder: Path) -> None:
-    async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0, node_timeout_s=1.2, failover_timeout_s=0.3)
-        async with (
-            pair(prefill=say_nothing, decode=say_nothing) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
-        ):
-            asked = asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS}))
-            await decode.wait_for(Decode)
-            decode.silent = True
-            response = await asked
-            assert response.status_code == 503 and "no answer for" in response.json()["error"]["message"]
-            await prefill.wait_for(Cancel)
-
-    asyncio.run(run())
+async def test_a_silent_node_is_lost_after_its_timeout(model_folder: Path) -> None:
+    dispatch = DispatchOptions(local_prefill_tokens=0, node_timeout_s=1.2, failover_timeout_s=0.3)
+    async with (
+        pair(prefill=say_nothing, decode=say_nothing) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
+    ):
+        asked = asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS}))
+        await decode.wait_for(Decode)
+        decode.silent = True
+        response = await asked
+        assert response.status_code == 503 and "no answer for" in response.json()["error"]["message"]
+        await prefill.wait_for(Cancel)
 
 
-def test_a_request_to_an_idle_node_whose_loop_stands_still_goes_on_at_another(model_folder: Path) -> None:
+async def test_a_request_to_an_idle_node_whose_loop_stands_still_goes_on_at_another(
+    model_folder: Path,
+) -> None:
     async def tell_what_it_prefills(node: FakeNode, message: Decode) -> None:
         if message.prefill is None:
             await tell_story(node, message)
 
-    async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0, node_timeout_s=1.2)
-        async with (
-            pair(prefill=say_nothing, decode=tell_what_it_prefills) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
-        ):
-            prefill.stalled = True
-            answer = await client.post("/generate", json={"text": "a", **PARAMS})
-            assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 12
-            assert [message.prefill for message in decode.all(Decode)] == [prefill.ref, None]
-            health = (await client.get("/health")).json()
-            assert health["decode"][0]["state"] == "alive"
-            assert "no progress for" in health["prefill"][0]["reason"]
-
-    asyncio.run(run())
+    dispatch = DispatchOptions(local_prefill_tokens=0, node_timeout_s=1.2)
+    async with (
+        pair(prefill=say_nothing, decode=tell_what_it_prefills) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
+    ):
+        prefill.stalled = True
+        answer = await client.post("/generate", json={"text": "a", **PARAMS})
+        assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 12
+        assert [message.prefill for message in decode.all(Decode)] == [prefill.ref, None]
+        health = (await client.get("/health")).json()
+        assert health["decode"][0]["state"] == "alive"
+        assert "no progress for" in health["prefill"][0]["reason"]
 
 
 @pytest.mark.parametrize(
     ("script", "deadline"),
     [(say_nothing, {"queue_timeout_s": 0.3}), (one_then_nothing, {"stall_timeout_s": 0.3})],
 )
-def test_deadlines(model_folder: Path, script: object, deadline: dict[str, Any]) -> None:
-    async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0, **deadline)
-        async with (
-            pair(prefill=say_nothing, decode=script) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
-        ):
-            response = await client.post("/generate", json={"text": "a", **PARAMS})
-            assert response.status_code == 408
-            assert "token within 0.3 s" in response.json()["error"]["message"]
-            await decode.wait_for(Cancel)
-            body = {"text": "a", "stream": True, **PARAMS}
-            streamed = await client.post("/generate", json=body)
-            if script is say_nothing:
-                assert streamed.status_code == 408
-            else:
-                _, error, done = events(streamed.text)
-                assert error["error"]["code"] == "deadline" and done == "[DONE]"
-
-    asyncio.run(run())
+async def test_deadlines(model_folder: Path, script: object, deadline: dict[str, Any]) -> None:
+    dispatch = DispatchOptions(local_prefill_tokens=0, **deadline)
+    async with (
+        pair(prefill=say_nothing, decode=script) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
+    ):
+        response = await client.post("/generate", json={"text": "a", **PARAMS})
+        assert response.status_code == 408
+        assert "token within 0.3 s" in response.json()["error"]["message"]
+        await decode.wait_for(Cancel)
+        body = {"text": "a", "stream": True, **PARAMS}
+        streamed = await client.post("/generate", json=body)
+        if script is say_nothing:
+            assert streamed.status_code == 408
+        else:
+            _, error, done = events(streamed.text)
+            assert error["error"]["code"] == "deadline" and done == "[DONE]"
 
 
-def test_degraded_without_prefill_nodes(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            await prefill.stop()
-            health = await until_health(client, "degraded")
-            assert health.status_code == 200 and "prefill-0 is lost" in health.json()["reason"]
-            for wanted in (0, 1, 12):
-                body = {"text": "a", "sampling_params": {"max_new_tokens": wanted}}
-                answer = await client.post("/generate", json=body)
-                assert answer.json()["meta_info"]["completion_tokens"] == wanted
-            assert all(sent.prefill is None for sent in decode.all(Decode))
-            assert (await client.get("/health_generate")).status_code == 503
-
-    asyncio.run(run())
+async def test_degraded_without_prefill_nodes(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        await prefill.stop()
+        health = await until_health(client, "degraded")
+        assert health.status_code == 200 and "prefill-0 is lost" in health.json()["reason"]
+        for wanted in (0, 1, 12):
+            body = {"text": "a", "sampling_params": {"max_new_tokens": wanted}}
+            answer = await client.post("/generate", json=body)
+            assert answer.json()["meta_info"]["completion_tokens"] == wanted
+        assert all(sent.prefill is None for sent in decode.all(Decode))
+        assert (await client.get("/health_generate")).status_code == 503
 
 
 @pytest.mark.parametrize("hung", [Role.PREFILL, Role.DECODE])
-def test_degraded_without_a_link(model_folder: Path, hung: Role) -> None:
+async def test_degraded_without_a_link(model_folder: Path, hung: Role) -> None:
     """One end says so at once, unasked; the decode node prefills by itself until there is a link again."""
 
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            ends = (decode, prefill) if hung is Role.PREFILL else (prefill, decode)
-            body = {"text": "a long prompt, to be split " * 4, **PARAMS}
-            assert (await client.post("/generate", json=body)).status_code == 200
-            assert decode.all(Decode)[-1].prefill is not None
-            gone = Load(unreachable={ends[1].ref.incarnation: "silent for 5 s"})
-            for load, status in ((gone, "degraded"), (Load(), "ok")):
-                ends[0].load = load
-                ends[0].send(Pong(0, load))
-                health = (await until_health(client, status)).json()
-                answer = await client.post("/generate", json=body)
-                assert answer.json()["output_ids"] == decode.story[:12]
-                assert (decode.all(Decode)[-1].prefill is None) == (load is gone)
-                if load is gone:
-                    assert "prefill-0 has no link to any decode node (silent for 5 s)" in health["reason"]
-
-    asyncio.run(run())
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        ends = (decode, prefill) if hung is Role.PREFILL else (prefill, decode)
+        body = {"text": "a long prompt, to be split " * 4, **PARAMS}
+        assert (await client.post("/generate", json=body)).status_code == 200
+        assert decode.all(Decode)[-1].prefill is not None
+        gone = Load(unreachable={ends[1].ref.incarnation: "silent for 5 s"})
+        for load, status in ((gone, "degraded"), (Load(), "ok")):
+            ends[0].load = load
+            ends[0].send(Pong(0, load))
+            health = (await until_health(client, status)).json()
+            answer = await client.post("/generate", json=body)
+            assert answer.json()["output_ids"] == decode.story[:12]
+            assert (decode.all(Decode)[-1].prefill is None) == (load is gone)
+            if load is gone:
+                assert "prefill-0 has no link to any decode node (silent for 5 s)" in health["reason"]
 
 
-def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
+async def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
     """It gets nothing new, what it has ends well, and /health says what is wrong."""
 
-    async def run() -> None:
-        async with (
-            FakeNode(Role.DECODE, "decode-0") as leaking,
-            FakeNode(Role.DECODE, "decode-1") as sound,
-            joined_router(model_folder, [leaking, sound]) as (_, client),
-        ):
-            leaking.delay_s = sound.delay_s = 0.05
-            running = [
-                asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS})) for _ in "ab"
-            ]
-            await leaking.wait_for(Decode)
-            leaking.load = Load(leak="pages with none [7]")
-            leaking.send(Pong(0, leaking.load))
-            health = (await until_health(client, "degraded")).json()
-            assert (
-                "decode-0 is draining (it leaks KV pages, restart it: pages with none [7])"
-                in health["reason"]
-            )
-            assert [node["state"] for node in health["decode"]] == ["draining", "alive"]
-            assert [(await answer).status_code for answer in running] == [200, 200]
-            for _ in range(4):
-                assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
-            assert len(leaking.all(Decode)) == 1
-
-    asyncio.run(run())
+    async with (
+        FakeNode(Role.DECODE, "decode-0") as leaking,
+        FakeNode(Role.DECODE, "decode-1") as sound,
+        joined_router(model_folder, [leaking, sound]) as (_, client),
+    ):
+        leaking.delay_s = sound.delay_s = 0.05
+        running = [asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS})) for _ in "ab"]
+        await leaking.wait_for(Decode)
+        leaking.load = Load(leak="pages with none [7]")
+        leaking.send(Pong(0, leaking.load))
+        health = (await until_health(client, "degraded")).json()
+        assert "decode-0 is draining (it leaks KV pages, restart it: pages with none [7])" in health["reason"]
+        assert [node["state"] for node in health["decode"]] == ["draining", "alive"]
+        assert [(await answer).status_code for answer in running] == [200, 200]
+        for _ in range(4):
+            assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
+        assert len(leaking.all(Decode)) == 1
 
 
-def test_one_node_for_both_roles(model_folder: Path) -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as decode, joined_router(model_folder, [decode]) as (_, client):
-            answer = await client.post("/generate", json={"text": "a", **PARAMS})
-            assert answer.json()["output_ids"] == decode.story[:12]
-            assert (await client.get("/health")).json()["status"] == "ok"
-            assert (await client.get("/health_generate")).status_code == 200
-
-    asyncio.run(run())
+async def test_one_node_for_both_roles(model_folder: Path) -> None:
+    async with FakeNode(Role.DECODE) as decode, joined_router(model_folder, [decode]) as (_, client):
+        answer = await client.post("/generate", json={"text": "a", **PARAMS})
+        assert answer.json()["output_ids"] == decode.story[:12]
+        assert (await client.get("/health")).json()["status"] == "ok"
+        assert (await client.get("/health_generate")).status_code == 200
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "dtype", "page_size", "num_kv_heads"])
-def test_a_layout_that_differs_is_refused_by_name(model_folder: Path, field: str) -> None:
-    async def run() -> None:
-        value = "other" if isinstance(getattr(LAYOUT, field), str) else 77
-        values = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {field: value}
-        async with (
-            FakeNode(Role.DECODE) as decode,
-            joined_router(model_folder, [decode]) as (router, client),
-            FakeNode(Role.DECODE, "decode-1", layout=type(LAYOUT)(**values)) as stranger,
-        ):
-            router._membership.dial(stranger.address, Role.DECODE, pinned=True)
+async def test_a_layout_that_differs_is_refused_by_name(model_folder: Path, field: str) -> None:
+    value = "other" if isinstance(getattr(LAYOUT, field), str) else 77
+    values = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {field: value}
+    async with (
+        FakeNode(Role.DECODE) as decode,
+        joined_router(model_folder, [decode]) as (router, client),
+        FakeNode(Role.DECODE, "decode-1", layout=type(LAYOUT)(**values)) as stranger,
+    ):
+        router._membership.dial(stranger.address, Role.DECODE, pinned=True)
 
-            async def refusal() -> str | None:
-                found = (await client.get("/health")).json()["decode"][-1]
-                return found["reason"] if found["state"] == "refused" else None
+        async def refusal() -> str | None:
+            found = (await client.get("/health")).json()["decode"][-1]
+            return found["reason"] if found["state"] == "refused" else None
 
-            assert (await eventually(refusal)).startswith(f"{field}: ")
-            for _ in range(3):
-                assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
-            assert not stranger.all(Decode)
-
-    asyncio.run(run())
+        assert (await eventually(refusal)).startswith(f"{field}: ")
+        for _ in range(3):
+            assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
+        assert not stranger.all(Decode)
 
 
-def test_a_node_that_refuses_the_router(model_folder: Path) -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as decode:
-            decode.refuses = "router: not welcome"
-            async with joined_router(model_folder, [decode], wait=False) as (_, client):
-                health = await until_health(client, "unavailable")
-                assert health.json()["decode"][0]["state"] == "refused"
-                assert "not welcome" in health.json()["reason"]
-
-    asyncio.run(run())
+async def test_a_node_that_refuses_the_router(model_folder: Path) -> None:
+    async with FakeNode(Role.DECODE) as decode:
+        decode.refuses = "router: not welcome"
+        async with joined_router(model_folder, [decode], wait=False) as (_, client):
+            health = await until_health(client, "unavailable")
+            assert health.json()["decode"][0]["state"] == "refused"
+            assert "not welcome" in health.json()["reason"]
 
 
-def test_a_prompt_too_long_for_the_prefill_node_goes_to_the_decode_node_alone(model_folder: Path) -> None:
+async def test_a_prompt_too_long_for_the_prefill_node_goes_to_the_decode_node_alone(
+    model_folder: Path,
+) -> None:
     small = NodeLimits(context_length=256, max_total_num_tokens=20, max_running_requests=8)
 
-    async def run() -> None:
-        async with (
-            FakeNode(Role.PREFILL, limits=small) as prefill,
-            FakeNode(Role.DECODE) as decode,
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            for wanted in (1, 12):
-                body = {"input_ids": [1] * 30, "sampling_params": {"max_new_tokens": wanted}}
-                assert (await client.post("/generate", json=body)).status_code == 200
-            assert [sent.prefill for sent in decode.all(Decode)] == [None, None]
-
-    asyncio.run(run())
+    async with (
+        FakeNode(Role.PREFILL, limits=small) as prefill,
+        FakeNode(Role.DECODE) as decode,
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        for wanted in (1, 12):
+            body = {"input_ids": [1] * 30, "sampling_params": {"max_new_tokens": wanted}}
+            assert (await client.post("/generate", json=body)).status_code == 200
+        assert [sent.prefill for sent in decode.all(Decode)] == [None, None]
 
 
-def test_requests_take_turns(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            FakeNode(Role.PREFILL, "prefill-0") as p0,
-            FakeNode(Role.PREFILL, "prefill-1") as p1,
-            FakeNode(Role.DECODE, "decode-0") as d0,
-            FakeNode(Role.DECODE, "decode-1") as d1,
-            joined_router(model_folder, [p0, p1, d0, d1]) as (_, client),
-        ):
-            for _ in range(6):
-                assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
-            assert [len(node.all(Prefill)) for node in (p0, p1)] == [3, 3]
-            assert [len(node.all(Decode)) for node in (d0, d1)] == [3, 3]
-            for node in (p0, p1):
-                refs = node.all(Peers)[-1].decode_nodes
-                assert sorted(ref.node_id for ref in refs) == ["decode-0", "decode-1"]
-
-    asyncio.run(run())
+async def test_requests_take_turns(model_folder: Path) -> None:
+    async with (
+        FakeNode(Role.PREFILL, "prefill-0") as p0,
+        FakeNode(Role.PREFILL, "prefill-1") as p1,
+        FakeNode(Role.DECODE, "decode-0") as d0,
+        FakeNode(Role.DECODE, "decode-1") as d1,
+        joined_router(model_folder, [p0, p1, d0, d1]) as (_, client),
+    ):
+        for _ in range(6):
+            assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
+        assert [len(node.all(Prefill)) for node in (p0, p1)] == [3, 3]
+        assert [len(node.all(Decode)) for node in (d0, d1)] == [3, 3]
+        for node in (p0, p1):
+            refs = node.all(Peers)[-1].decode_nodes
+            assert sorted(ref.node_id for ref in refs) == ["decode-0", "decode-1"]
 
 
-def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(prefill=say_nothing, decode=one_then_nothing) as (prefill, decode),
-            httpx.AsyncClient(timeout=PATIENCE_S) as client,
-        ):
-            async with joined_router(model_folder, [prefill, decode]) as (router, served):
-                url = f"{router.url}/generate"
-                asked = [
-                    asyncio.create_task(client.post(url, json={"text": "a", "stream": stream, **PARAMS}))
-                    for stream in (False, True)
-                ]
-                await decode.wait_for(Decode, 2)
-                await until_queued(served, 0)
-            whole, streamed = [await response for response in asked]
-            assert whole.status_code == 503
-            assert "shutting down" in whole.json()["error"]["message"]
-            _, error, done = events(streamed.text)
-            assert "shutting down" in error["error"]["message"] and done == "[DONE]"
-            await decode.wait_for(Cancel, 2)
-
-    asyncio.run(run())
+async def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Path) -> None:
+    async with (
+        pair(prefill=say_nothing, decode=one_then_nothing) as (prefill, decode),
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
+    ):
+        async with joined_router(model_folder, [prefill, decode]) as (router, served):
+            url = f"{router.url}/generate"
+            asked = [
+                asyncio.create_task(client.post(url, json={"text": "a", "stream": stream, **PARAMS}))
+                for stream in (False, True)
+            ]
+            await decode.wait_for(Decode, 2)
+            await until_queued(served, 0)
+        whole, streamed = [await response for response in asked]
+        assert whole.status_code == 503
+        assert "shutting down" in whole.json()["error"]["message"]
+        _, error, done = events(streamed.text)
+        assert "shutting down" in error["error"]["message"] and done == "[DONE]"
+        await decode.wait_for(Cancel, 2)

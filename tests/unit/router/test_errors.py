@@ -344,7 +344,7 @@ def check_refusal(response: httpx.Response, part: str) -> None:
     assert len(error["message"]) < 400
 
 
-def test_wrong_fields(model_folder: Path) -> None:
+async def test_wrong_fields(model_folder: Path) -> None:
     native = [*NATIVE, *(({"text": "a", "sampling_params": params}, part) for params, part in SAMPLING)]
     table = [
         *(("/generate", body, part) for body, part in native),
@@ -352,165 +352,131 @@ def test_wrong_fields(model_folder: Path) -> None:
         *(("/v1/chat/completions", body, part) for body, part in CHAT),
     ]
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for path, body, part in table:
-                for stream in (False, True):
-                    sent = {"stream": True, **body} if stream else body
-                    check_refusal(await client.post(path, content=json.dumps(sent)), part)
-            assert not nodes[0].all(Prefill) and not nodes[1].all(Decode)
-
-    asyncio.run(run())
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for path, body, part in table:
+            for stream in (False, True):
+                sent = {"stream": True, **body} if stream else body
+                check_refusal(await client.post(path, content=json.dumps(sent)), part)
+        assert not nodes[0].all(Prefill) and not nodes[1].all(Decode)
 
 
-def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for path in (
-                "/generate",
-                "/v1/completions",
-                "/v1/chat/completions",
-                "/tokenize",
-                "/abort_request",
-            ):
-                for body in BODIES:
-                    check_refusal(await client.post(path, content=body), "")
-
-    asyncio.run(run())
+async def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/abort_request"):
+            for body in BODIES:
+                check_refusal(await client.post(path, content=body), "")
 
 
-def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
+async def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
     """curl -d says that it sends a form; of two fields with one name the last counts; NUL is a character."""
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            body = b'{"text": 5, "text": "a\\u0000b", "sampling_params": {"max_new_tokens": 1}}'
-            for kind in (
-                "application/x-www-form-urlencoded",
-                "text/plain",
-                "application/json; charset=latin-1",
-            ):
-                answer = await client.post("/generate", content=body, headers={"Content-Type": kind})
-                assert answer.status_code == 200
-            assert byte_level_tokenizer().decode(list(nodes[0].all(Prefill)[0].work.input_ids)) == "a\0b"
-
-    asyncio.run(run())
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        body = b'{"text": 5, "text": "a\\u0000b", "sampling_params": {"max_new_tokens": 1}}'
+        for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json; charset=latin-1"):
+            answer = await client.post("/generate", content=body, headers={"Content-Type": kind})
+            assert answer.status_code == 200
+        assert byte_level_tokenizer().decode(list(nodes[0].all(Prefill)[0].work.input_ids)) == "a\0b"
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/abort_request"])
-def test_half_a_body(model_folder: Path, path: str) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (router, client):
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-            for part in ("", '{"text": "a", "prompt": "a", "rid": "half"'):
-                _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-                writer.write((head + part).encode())
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
-            good = {"text": "a", "rid": "half", "sampling_params": {"max_new_tokens": 1}}
-            assert (await client.post("/generate", json=good)).status_code == 200
-            assert len(nodes[0].all(Prefill)) == 1
-
-    asyncio.run(run())
+async def test_half_a_body(model_folder: Path, path: str) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (router, client):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        for part in ("", '{"text": "a", "prompt": "a", "rid": "half"'):
+            _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+            writer.write((head + part).encode())
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        good = {"text": "a", "rid": "half", "sampling_params": {"max_new_tokens": 1}}
+        assert (await client.post("/generate", json=good)).status_code == 200
+        assert len(nodes[0].all(Prefill)) == 1
 
 
-def test_null_means_default_and_unknown_fields_are_tolerated(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            names = (
-                "temperature",
-                "top_p",
-                "top_k",
-                "min_p",
-                "max_new_tokens",
-                "n",
-                "stop",
-                "regex",
-                "json_schema",
-            )
-            body = {
-                "text": "a",
-                "sampling_params": {**dict.fromkeys(names), "made_up": 1},
-                **dict.fromkeys(("stream", "rid", "lora_path", "return_logprob", "input_ids", "image_data")),
-                "whatever": {"x": 1},
-            }
-            answer = await client.post("/generate", json=body)
-            assert answer.status_code == 200
-            assert nodes[0].all(Prefill)[0].work.params.max_new_tokens == 128
-            off = {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None}
-            native = {"return_routed_experts": [False], "return_bytes": False, "session_params": {}}
-            openai = {"return_token_ids": False, "return_hidden_states": False, "cache_salt": None}
-            for path, body in (
-                ("/generate", {"text": ["a"], "sampling_params": {**off, "min_tokens": 0}, **native}),
-                ("/v1/completions", {"prompt": "a", **off, **openai}),
-            ):
-                assert (await client.post(path, json=body)).status_code == 200
-
-    asyncio.run(run())
+async def test_null_means_default_and_unknown_fields_are_tolerated(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        names = (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "max_new_tokens",
+            "n",
+            "stop",
+            "regex",
+            "json_schema",
+        )
+        body = {
+            "text": "a",
+            "sampling_params": {**dict.fromkeys(names), "made_up": 1},
+            **dict.fromkeys(("stream", "rid", "lora_path", "return_logprob", "input_ids", "image_data")),
+            "whatever": {"x": 1},
+        }
+        answer = await client.post("/generate", json=body)
+        assert answer.status_code == 200
+        assert nodes[0].all(Prefill)[0].work.params.max_new_tokens == 128
+        off = {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None}
+        native = {"return_routed_experts": [False], "return_bytes": False, "session_params": {}}
+        openai = {"return_token_ids": False, "return_hidden_states": False, "cache_salt": None}
+        for path, body in (
+            ("/generate", {"text": ["a"], "sampling_params": {**off, "min_tokens": 0}, **native}),
+            ("/v1/completions", {"prompt": "a", **off, **openai}),
+        ):
+            assert (await client.post(path, json=body)).status_code == 200
 
 
-def test_routes_and_methods(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for response, status in (
-                (await client.get("/nowhere"), 404),
-                (await client.get("/health/"), 404),  # a redirect would go where Host says
-                (await client.get("/generate"), 405),
-                (await client.delete("/v1/models"), 405),
-                (await client.get("/v1/models/other"), 404),
-                (await client.post("/flush_cache?timeout=soon"), 400),
-                (await client.post("/abort_request", json={}), 400),
-                (await client.post("/tokenize", json={"prompt": 5}), 400),
-                (await client.post("/detokenize", json={"tokens": [BIG]}), 400),
-            ):
-                assert response.status_code == status
-                assert response.json()["error"]["message"]
-                code = "model_not_found" if "models/" in str(response.url) else None
-                assert response.json()["error"]["code"] == code, "the name of what is wrong, or none"
-
-    asyncio.run(run())
+async def test_routes_and_methods(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for response, status in (
+            (await client.get("/nowhere"), 404),
+            (await client.get("/health/"), 404),  # a redirect would go where Host says
+            (await client.get("/generate"), 405),
+            (await client.delete("/v1/models"), 405),
+            (await client.get("/v1/models/other"), 404),
+            (await client.post("/flush_cache?timeout=soon"), 400),
+            (await client.post("/abort_request", json={}), 400),
+            (await client.post("/tokenize", json={"prompt": 5}), 400),
+            (await client.post("/detokenize", json={"tokens": [BIG]}), 400),
+        ):
+            assert response.status_code == status
+            assert response.json()["error"]["message"]
+            code = "model_not_found" if "models/" in str(response.url) else None
+            assert response.json()["error"]["code"] == code, "the name of what is wrong, or none"
 
 
-def test_a_text_that_cannot_fit_says_so_as_clients_look_for_it(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            refused = await client.post("/v1/completions", json={"prompt": "x" * 100_000})
-            check_refusal(refused, "This model's maximum context length is 256 tokens")
-            assert refused.json()["error"]["code"] == "context_length_exceeded"
-
-    asyncio.run(run())
+async def test_a_text_that_cannot_fit_says_so_as_clients_look_for_it(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        refused = await client.post("/v1/completions", json={"prompt": "x" * 100_000})
+        check_refusal(refused, "This model's maximum context length is 256 tokens")
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, limits=HttpLimits(max_body_bytes=2000, max_batch_size=4))
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
-            declared = await client.post("/generate", json={"text": "x" * 3000})
-            assert declared.status_code == 413
-            assert "2000 bytes (--max-body-bytes)" in declared.json()["error"]["message"]
+async def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
+    http = HttpOptions(port=0, limits=HttpLimits(max_body_bytes=2000, max_batch_size=4))
+    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+        declared = await client.post("/generate", json={"text": "x" * 3000})
+        assert declared.status_code == 413
+        assert "2000 bytes (--max-body-bytes)" in declared.json()["error"]["message"]
 
-            async def chunks():  # type: ignore[no-untyped-def]
-                for _ in range(30):
-                    yield b"x" * 100
+        async def chunks():  # type: ignore[no-untyped-def]
+            for _ in range(30):
+                yield b"x" * 100
 
-            assert (await client.post("/generate", content=chunks())).status_code == 413
-            chat = {"messages": [{"role": "user", "content": "x"}]}
-            for path, body, count, param in (
-                ("/generate", {"text": ["a"] * 5}, 5, "text"),
-                ("/generate", {"input_ids": [[1]] * 5}, 5, "input_ids"),
-                ("/generate", {"text": ["a", "b"], "sampling_params": {"n": 3}}, 6, "sampling_params"),
-                ("/v1/completions", {"prompt": ["a"] * 5}, 5, "prompt"),
-                ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 6, "n"),
-                ("/v1/completions", {"prompt": ["a", "b"], "best_of": 3}, 6, "best_of"),
-                ("/v1/chat/completions", {**chat, "n": 5}, 5, "n"),
-                ("/tokenize", {"prompt": ["a"] * 5}, 5, "prompt"),
-            ):
-                refused = await client.post(path, json=body)
-                check_refusal(refused, f"{count} sequences in one request; at most 4")
-                assert refused.json()["error"]["param"] == param
-
-    asyncio.run(run())
+        assert (await client.post("/generate", content=chunks())).status_code == 413
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        for path, body, count, param in (
+            ("/generate", {"text": ["a"] * 5}, 5, "text"),
+            ("/generate", {"input_ids": [[1]] * 5}, 5, "input_ids"),
+            ("/generate", {"text": ["a", "b"], "sampling_params": {"n": 3}}, 6, "sampling_params"),
+            ("/v1/completions", {"prompt": ["a"] * 5}, 5, "prompt"),
+            ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, 6, "n"),
+            ("/v1/completions", {"prompt": ["a", "b"], "best_of": 3}, 6, "best_of"),
+            ("/v1/chat/completions", {**chat, "n": 5}, 5, "n"),
+            ("/tokenize", {"prompt": ["a"] * 5}, 5, "prompt"),
+        ):
+            refused = await client.post(path, json=body)
+            check_refusal(refused, f"{count} sequences in one request; at most 4")
+            assert refused.json()["error"]["param"] == param
 
 
 LIMITED = [
@@ -567,125 +533,101 @@ LIMITED = [
 ]
 
 
-def test_limits_that_the_operator_set(model_folder: Path) -> None:
+async def test_limits_that_the_operator_set(model_folder: Path) -> None:
     limits = HttpLimits(
         max_n=2, max_stops=1, max_logprobs=4, max_grammar_chars=10, max_prompt_tokens=40, max_batch_size=3
     )
 
-    async def run() -> None:
-        http = HttpOptions(port=0, limits=limits)
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
-            for path, body, part in LIMITED:
-                check_refusal(await client.post(path, json=body), part)
-            at_the_limits = {
-                "input_ids": [1] * 40,
-                "sampling_params": {"n": 2, "stop": "x", "regex": "x" * 10, "max_new_tokens": 1},
-                "top_logprobs_num": 4,
-            }
-            assert (await client.post("/generate", json=at_the_limits)).status_code == 200
-            shown = (await client.get("/server_info")).json()
-            assert (shown["max_prompt_tokens"], shown["max_n"], shown["max_grammar_chars"]) == (40, 2, 10)
-
-    asyncio.run(run())
+    http = HttpOptions(port=0, limits=limits)
+    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+        for path, body, part in LIMITED:
+            check_refusal(await client.post(path, json=body), part)
+        at_the_limits = {
+            "input_ids": [1] * 40,
+            "sampling_params": {"n": 2, "stop": "x", "regex": "x" * 10, "max_new_tokens": 1},
+            "top_logprobs_num": 4,
+        }
+        assert (await client.post("/generate", json=at_the_limits)).status_code == 200
+        shown = (await client.get("/server_info")).json()
+        assert (shown["max_prompt_tokens"], shown["max_n"], shown["max_grammar_chars"]) == (40, 2, 10)
 
 
-def test_nothing_is_alive(model_folder: Path) -> None:
-    async def run() -> None:
-        async with joined_router(model_folder, [], wait=False) as (_, client):
-            health = await client.get("/health")
-            assert health.status_code == 503 and health.json()["status"] == "starting"
-            for stream in (False, True):
-                async with asyncio.timeout(30):
-                    response = await client.post("/generate", json={"text": "a", "stream": stream})
-                assert response.status_code == 503 and "there is none" in response.json()["error"]["message"]
-                assert response.headers["retry-after"]
-
-    asyncio.run(run())
+async def test_nothing_is_alive(model_folder: Path) -> None:
+    async with joined_router(model_folder, [], wait=False) as (_, client):
+        health = await client.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "starting"
+        for stream in (False, True):
+            async with asyncio.timeout(30):
+                response = await client.post("/generate", json={"text": "a", "stream": stream})
+            assert response.status_code == 503 and "there is none" in response.json()["error"]["message"]
+            assert response.headers["retry-after"]
 
 
-def test_a_request_waits_no_longer_for_a_decode_node_than_it_may(model_folder: Path) -> None:
+async def test_a_request_waits_no_longer_for_a_decode_node_than_it_may(model_folder: Path) -> None:
     dispatch = DispatchOptions(failover_timeout_s=0.01)
 
-    async def run() -> None:
-        async with joined_router(model_folder, [], dispatch=dispatch, wait=False) as (_, client):
-            seconds: list[float] = []
-            for _ in range(5):
-                began = time.monotonic()
-                assert (await client.post("/generate", json={"text": "a"})).status_code == 503
-                seconds.append(time.monotonic() - began)
-            assert min(seconds) < 1, "that is how often it looks for one"
-
-    asyncio.run(run())
+    async with joined_router(model_folder, [], dispatch=dispatch, wait=False) as (_, client):
+        seconds: list[float] = []
+        for _ in range(5):
+            began = time.monotonic()
+            assert (await client.post("/generate", json={"text": "a"})).status_code == 503
+            seconds.append(time.monotonic() - began)
+        assert min(seconds) < 1, "that is how often it looks for one"
 
 
-def test_a_request_waits_for_a_decode_node(model_folder: Path) -> None:
+async def test_a_request_waits_for_a_decode_node(model_folder: Path) -> None:
     dispatch = DispatchOptions(local_prefill_tokens=0, failover_timeout_s=PATIENCE_S)
 
-    async def run() -> None:
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), dispatch=dispatch) as (_, client),
-        ):
-            decode = nodes[1]
-            await decode.stop()
+    async with pair() as nodes, joined_router(model_folder, list(nodes), dispatch=dispatch) as (_, client):
+        decode = nodes[1]
+        await decode.stop()
 
-            async def is_lost() -> bool:
-                return (await client.get("/health")).status_code == 503
+        async def is_lost() -> bool:
+            return (await client.get("/health")).status_code == 503
 
-            await eventually(is_lost)
-            calls = [
-                asyncio.create_task(client.post("/generate", json={"input_ids": [1, 2, 3], "rid": rid}))
-                for rid in ("served", "aborted")
-            ]
-            assert not (await asyncio.wait(calls, timeout=0.5))[0]
-            await client.post("/abort_request", json={"rid": "aborted"})
-            aborted = (await calls[1]).json()
-            assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
-            decode.start(decode.port, "b")
-            assert (await calls[0]).status_code == 200
-
-    asyncio.run(run())
+        await eventually(is_lost)
+        calls = [
+            asyncio.create_task(client.post("/generate", json={"input_ids": [1, 2, 3], "rid": rid}))
+            for rid in ("served", "aborted")
+        ]
+        assert not (await asyncio.wait(calls, timeout=0.5))[0]
+        await client.post("/abort_request", json={"rid": "aborted"})
+        aborted = (await calls[1]).json()
+        assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
+        decode.start(decode.port, "b")
+        assert (await calls[0]).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_the_model_is_not_known_yet(path: str) -> None:
-    async def run() -> None:
-        async with joined_router(None, [], wait=False) as (_, client):
-            response = await client.post(path, json={"text": "a", "prompt": "a"})
-            assert response.status_code == 503 and response.json()["error"]["code"] == "starting"
-
-    asyncio.run(run())
+async def test_the_model_is_not_known_yet(path: str) -> None:
+    async with joined_router(None, [], wait=False) as (_, client):
+        response = await client.post(path, json={"text": "a", "prompt": "a"})
+        assert response.status_code == 503 and response.json()["error"]["code"] == "starting"
 
 
-def test_a_prompt_without_room_for_output_names_its_field(model_folder: Path) -> None:
+async def test_a_prompt_without_room_for_output_names_its_field(model_folder: Path) -> None:
     long = [1] * 256
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for path, body, param in (
-                ("/generate", {"input_ids": long}, "input_ids"),
-                ("/generate", {"input_ids": [[1], long]}, "input_ids"),
-                ("/v1/completions", {"prompt": long}, "prompt"),
-            ):
-                refused = await client.post(path, json=body)
-                check_refusal(refused, "leaves no room for output")
-                assert "This model's maximum context length is 200 tokens" in refused.text
-                error = refused.json()["error"]
-                assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-
-    asyncio.run(run())
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for path, body, param in (
+            ("/generate", {"input_ids": long}, "input_ids"),
+            ("/generate", {"input_ids": [[1], long]}, "input_ids"),
+            ("/v1/completions", {"prompt": long}, "prompt"),
+        ):
+            refused = await client.post(path, json=body)
+            check_refusal(refused, "leaves no room for output")
+            assert "This model's maximum context length is 200 tokens" in refused.text
+            error = refused.json()["error"]
+            assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("Identity", 200)])
-def test_a_compressed_body_is_said_to_be_one(model_folder: Path, encoding: str, status: int) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
-                answer = await client.post(path, json=body, headers={"content-encoding": encoding})
-                assert answer.status_code == status
-                if status == 415:
-                    error = answer.json()["error"]
-                    assert f"content-encoding '{encoding}'" in error["message"]
-                    assert error["type"] == "unsupported_media_type"
-
-    asyncio.run(run())
+async def test_a_compressed_body_is_said_to_be_one(model_folder: Path, encoding: str, status: int) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
+            answer = await client.post(path, json=body, headers={"content-encoding": encoding})
+            assert answer.status_code == status
+            if status == 415:
+                error = answer.json()["error"]
+                assert f"content-encoding '{encoding}'" in error["message"]
+                assert error["type"] == "unsupported_media_type"

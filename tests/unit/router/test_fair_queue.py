@@ -183,42 +183,39 @@ def test_keys_have_numbers_where_there_are_several() -> None:
     assert [several.number(b"Bearer " + key) for key in (b"a", b"b", b"admin", b"")] == [1, 2, 3, 0]
 
 
-def test_the_key_of_a_request_decides(model_folder: Path) -> None:
-    async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0)
-        http = HttpOptions(port=0, served_model_name="tiny", api_keys=("a", "b"))
-        async with (
-            pair(prefill=say_nothing, decode=say_nothing) as nodes,
-            joined_router(model_folder, list(nodes), dispatch=dispatch, http=http, wait=False) as (
-                router,
-                client,
-            ),
-        ):
-            await router.ready([node.node_id for node in nodes])
-            client.headers["Authorization"] = "Bearer a"
-            greedy = asyncio.create_task(
-                client.post("/generate", json={"text": "a", "sampling_params": {"n": 60}})
-            )
-            await until_queued(client, 60)
+async def test_the_key_of_a_request_decides(model_folder: Path) -> None:
+    dispatch = DispatchOptions(local_prefill_tokens=0)
+    http = HttpOptions(port=0, served_model_name="tiny", api_keys=("a", "b"))
+    async with (
+        pair(prefill=say_nothing, decode=say_nothing) as nodes,
+        joined_router(model_folder, list(nodes), dispatch=dispatch, http=http, wait=False) as (
+            router,
+            client,
+        ),
+    ):
+        await router.ready([node.node_id for node in nodes])
+        client.headers["Authorization"] = "Bearer a"
+        greedy = asyncio.create_task(
+            client.post("/generate", json={"text": "a", "sampling_params": {"n": 60}})
+        )
+        await until_queued(client, 60)
 
-            async def held() -> int:
-                """The rest of those that were sent: all have their place before the first is sent."""
-                num_held = int(await figure(client, "baton:num_held_reqs"))
-                return num_held if num_held + len(nodes[1].all(Decode)) == 60 else 0
+        async def held() -> int:
+            """The rest of those that were sent: all have their place before the first is sent."""
+            num_held = int(await figure(client, "baton:num_held_reqs"))
+            return num_held if num_held + len(nodes[1].all(Decode)) == 60 else 0
 
-            num_held = await eventually(held)
-            assert num_held < 60
-            client.headers["Authorization"] = "Bearer b"
-            other = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "other"}))
-            await until_queued(client, 61)
-            await until_figure(client, "baton:num_held_reqs", num_held + 1)
-            first = await nodes[1].wait_for(Decode, 60 - num_held)
-            nodes[1].tokens(first.key, 0, [1], Finish("length"))
-            newest = await nodes[1].wait_for(Decode, 61 - num_held)
-            nodes[1].tokens(newest.key, 0, [1], Finish("length"))
-            assert (await other).status_code == 200, "it was sent before the rest of the other key"
-            await client.post("/abort_request", json={"abort_all": True})
-            assert (await greedy).status_code == 200
-            await until_queued(client, 0)
-
-    asyncio.run(run())
+        num_held = await eventually(held)
+        assert num_held < 60
+        client.headers["Authorization"] = "Bearer b"
+        other = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "other"}))
+        await until_queued(client, 61)
+        await until_figure(client, "baton:num_held_reqs", num_held + 1)
+        first = await nodes[1].wait_for(Decode, 60 - num_held)
+        nodes[1].tokens(first.key, 0, [1], Finish("length"))
+        newest = await nodes[1].wait_for(Decode, 61 - num_held)
+        nodes[1].tokens(newest.key, 0, [1], Finish("length"))
+        assert (await other).status_code == 200, "it was sent before the rest of the other key"
+        await client.post("/abort_request", json={"abort_all": True})
+        assert (await greedy).status_code == 200
+        await until_queued(client, 0)

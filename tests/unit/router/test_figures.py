@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from pathlib import Path
@@ -42,11 +41,7 @@ def test_each_figure_that_is_absurd_counts_as_0(absurd: float) -> None:
 def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) -> None:
     """It never ends one, and the others do nothing else than before."""
     fleet = Fleet(2, 0, num_prefill=2, prefill=POLICIES[policy], decode=POLICIES[policy])
-    told = {
-        "prefill_tokens_per_s": 2e3,
-        "gen_throughput": 1e3,
-        "kv_bytes_per_s": 1e9,
-    }
+    told = {"prefill_tokens_per_s": 2e3, "gen_throughput": 1e3, "kv_bytes_per_s": 1e9}
     for node in (*fleet.prefills, *fleet.decodes):
         node.load = Load(**told)  # type: ignore[arg-type]
     for boaster in (fleet.prefills[0], fleet.decodes[0]):
@@ -55,24 +50,21 @@ def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) 
     assert min(got[name] for name in ("p0", "p1", "d000", "d001")) > 0
 
 
-def test_requests_are_served_and_counted_beside_absurd_figures(
+async def test_requests_are_served_and_counted_beside_absurd_figures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def boast(node: FakeNode, message: Prefill | Decode) -> None:
         report = ReqReport(-5, (), -1, -1, 1 << 63)
         node.tokens(message.key, 0, [5, 6], Finish("length"), report)
 
-    async def run() -> None:
-        async with pair(decode=boast) as (prefill, decode):
-            prefill.load = Load(num_queued_tokens=-(10**6), prefill_tokens_per_s=math.inf)
-            decode.load = Load(gen_throughput=math.nan, num_pages=-1, reserve_wait_s=math.nan)
-            async with joined_router(write_model(tmp_path), [prefill, decode]) as (_, client):
-                await eventually(lambda: "prefill-0" in caplog.text and "decode-0" in caplog.text)
-                body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
-                answer = await client.post("/generate", json=body)
-                assert (answer.status_code, answer.json()["output_ids"]) == (200, [5, 6])
-
-    asyncio.run(run())
+    async with pair(decode=boast) as (prefill, decode):
+        prefill.load = Load(num_queued_tokens=-(10**6), prefill_tokens_per_s=math.inf)
+        decode.load = Load(gen_throughput=math.nan, num_pages=-1, reserve_wait_s=math.nan)
+        async with joined_router(write_model(tmp_path), [prefill, decode]) as (_, client):
+            await eventually(lambda: "prefill-0" in caplog.text and "decode-0" in caplog.text)
+            body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+            answer = await client.post("/generate", json=body)
+            assert (answer.status_code, answer.json()["output_ids"]) == (200, [5, 6])
     assert 'node=prefill-0 figures="num_queued_tokens=-1e+06, prefill_tokens_per_s=inf"' in caplog.text
     assert 'node=decode-0 figures="num_pages=-1, gen_throughput=nan, reserve_wait_s=nan"' in caplog.text
 

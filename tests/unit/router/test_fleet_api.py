@@ -38,199 +38,172 @@ from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, pair, serving_router, write_model
 
 
-def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            assert (await client.get("/health_generate")).json()["status"] == "ok"
-            assert prefill.all(Prefill)[0].decode == decode.ref
-            assert decode.all(Decode)[0].prefill == prefill.ref
-
-    asyncio.run(run())
+async def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        assert (await client.get("/health_generate")).json()["status"] == "ok"
+        assert prefill.all(Prefill)[0].decode == decode.ref
+        assert decode.all(Decode)[0].prefill == prefill.ref
 
 
-def test_a_load_that_is_asked_for_is_newer_than_the_call() -> None:
+async def test_a_load_that_is_asked_for_is_newer_than_the_call() -> None:
     """A pong that was under way before, and one that tells of a change of links, are no answers to it."""
 
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as decode:
-            with (
-                zmq.asyncio.Context() as context,
-                contextlib.closing(NodeLink(context, decode.address, "router|here", None)) as link,
-            ):
-                hello = await link.hello("here", PATIENCE_S)
-                node = LiveNode(hello, link, Liveness(0.0, timeout_s=10.0, interval_s=1.0))
-                decode.load = Load(num_running=3)
-                asked = [asyncio.create_task(node.refresh()) for _ in range(2)]
-                for seq in (1, 2, 0):
-                    node.pong(Pong(seq, Load(num_running=1)), 0.0)
-                    await asyncio.wait(asked, timeout=0.05)
-                    assert not any(one.done() for one in asked)
-                for _ in asked:
-                    answer = await link.receive()
-                    assert isinstance(answer, Pong)
-                    node.pong(answer, 0.0)
-                await asyncio.gather(*asked)
-                assert node.load.num_running == 3
-
-    asyncio.run(run())
+    async with FakeNode(Role.DECODE) as decode:
+        with (
+            zmq.asyncio.Context() as context,
+            contextlib.closing(NodeLink(context, decode.address, "router|here", None)) as link,
+        ):
+            hello = await link.hello("here", PATIENCE_S)
+            node = LiveNode(hello, link, Liveness(0.0, timeout_s=10.0, interval_s=1.0))
+            decode.load = Load(num_running=3)
+            asked = [asyncio.create_task(node.refresh()) for _ in range(2)]
+            for seq in (1, 2, 0):
+                node.pong(Pong(seq, Load(num_running=1)), 0.0)
+                await asyncio.wait(asked, timeout=0.05)
+                assert not any(one.done() for one in asked)
+            for _ in asked:
+                answer = await link.receive()
+                assert isinstance(answer, Pong)
+                node.pong(answer, 0.0)
+            await asyncio.gather(*asked)
+            assert node.load.num_running == 3
 
 
-def test_information(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            decode.flags = {"page_size": 16}
-            for path in ("/model_info", "/get_model_info"):
-                model = (await client.get(path)).json()
-                assert model["model_path"] == model["tokenizer_path"] == str(model_folder)
-                assert model["vocab_size"] > 256 and model["is_generation"] is True
-            decode.load = Load(num_pages=10, num_free_pages=4)
-            for path in ("/server_info", "/get_server_info"):
+async def test_information(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        decode.flags = {"page_size": 16}
+        for path in ("/model_info", "/get_model_info"):
+            model = (await client.get(path)).json()
+            assert model["model_path"] == model["tokenizer_path"] == str(model_folder)
+            assert model["vocab_size"] > 256 and model["is_generation"] is True
+        decode.load = Load(num_pages=10, num_free_pages=4)
+        for path in ("/server_info", "/get_server_info"):
 
-                async def told(path: str = path) -> dict[str, Any] | None:
-                    server: dict[str, Any] = (await client.get(path)).json()
-                    return server if server["internal_states"][1]["num_free_pages"] == 4 else None
+            async def told(path: str = path) -> dict[str, Any] | None:
+                server: dict[str, Any] = (await client.get(path)).json()
+                return server if server["internal_states"][1]["num_free_pages"] == 4 else None
 
-                server = await eventually(told)
-                assert (server["context_length"], server["page_size"]) == (256, 16)
-                assert server["max_total_num_tokens"] == 200
-                assert [state["node_id"] for state in server["internal_states"]] == ["prefill-0", "decode-0"]
-                assert "api_key" not in server
-
-    asyncio.run(run())
+            server = await eventually(told)
+            assert (server["context_length"], server["page_size"]) == (256, 16)
+            assert server["max_total_num_tokens"] == 200
+            assert [state["node_id"] for state in server["internal_states"]] == ["prefill-0", "decode-0"]
+            assert "api_key" not in server
 
 
-def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            assert (await client.post("/flush_cache")).json()["nodes"] == ["decode-0", "prefill-0"]
-            decode.flushes = False
-            busy = await client.get("/flush_cache")
-            assert busy.status_code == 400 and "decode-0" in busy.json()["error"]["message"]
-            num_before = len(decode.all(Flush))
-            waiting = asyncio.create_task(client.post("/flush_cache?timeout=600"))
-            await decode.wait_for(Flush, num_before + 3)
-            assert not waiting.done()
-            decode.flushes = True
-            assert (await waiting).status_code == 200
-
-    asyncio.run(run())
+async def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        assert (await client.post("/flush_cache")).json()["nodes"] == ["decode-0", "prefill-0"]
+        decode.flushes = False
+        busy = await client.get("/flush_cache")
+        assert busy.status_code == 400 and "decode-0" in busy.json()["error"]["message"]
+        num_before = len(decode.all(Flush))
+        waiting = asyncio.create_task(client.post("/flush_cache?timeout=600"))
+        await decode.wait_for(Flush, num_before + 3)
+        assert not waiting.done()
+        decode.flushes = True
+        assert (await waiting).status_code == 200
 
 
-def test_a_flush_whose_client_has_gone_is_given_up(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            decode.flushes = False
-            waiting = asyncio.create_task(client.post("/flush_cache?timeout=600"))
-            await decode.wait_for(Flush, 2)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            seen = 0
-            while seen < len(decode.all(Flush)):
-                seen = len(decode.all(Flush))
-                await asyncio.sleep(0.5)  # ten times as long as between two of them
-
-    asyncio.run(run())
+async def test_a_flush_whose_client_has_gone_is_given_up(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        decode.flushes = False
+        waiting = asyncio.create_task(client.post("/flush_cache?timeout=600"))
+        await decode.wait_for(Flush, 2)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        seen = 0
+        while seen < len(decode.all(Flush)):
+            seen = len(decode.all(Flush))
+            await asyncio.sleep(0.5)  # ten times as long as between two of them
 
 
-def test_every_node_is_profiled_or_the_refusal_names_who_was_not(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            begun = await client.post("/start_profile", json={"num_steps": 7, "with_stack": True})
-            assert begun.json() == {
-                "success": True,
-                "traces": {"decode-0": "/traces/decode-0", "prefill-0": "/traces/prefill-0"},
-            }
-            call = decode.profile_calls[0]
-            assert isinstance(call, StartProfile)
-            assert (call.num_steps, call.with_stack, call.record_shapes) == (7, True, False)
-            assert (await client.post("/stop_profile")).json()["success"]
-            assert isinstance(prefill.profile_calls[1], StopProfile)
-            decode.profiles = False
-            refused = await client.post("/start_profile")
-            assert refused.status_code == 400
-            assert "decode-0: /traces/decode-0" in refused.json()["error"]["message"]
-            assert refused.json()["error"]["message"] == "decode-0: /traces/decode-0; done on prefill-0"
-            assert prefill.profile_calls[2].num_steps is None  # type: ignore[union-attr]
-            wrong = await client.post("/start_profile", json={"num_steps": -1})
-            assert wrong.status_code == 400 and "num_steps" in wrong.json()["error"]["message"]
-
-    asyncio.run(run())
+async def test_every_node_is_profiled_or_the_refusal_names_who_was_not(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        begun = await client.post("/start_profile", json={"num_steps": 7, "with_stack": True})
+        assert begun.json() == {
+            "success": True,
+            "traces": {"decode-0": "/traces/decode-0", "prefill-0": "/traces/prefill-0"},
+        }
+        call = decode.profile_calls[0]
+        assert isinstance(call, StartProfile)
+        assert (call.num_steps, call.with_stack, call.record_shapes) == (7, True, False)
+        assert (await client.post("/stop_profile")).json()["success"]
+        assert isinstance(prefill.profile_calls[1], StopProfile)
+        decode.profiles = False
+        refused = await client.post("/start_profile")
+        assert refused.status_code == 400
+        assert "decode-0: /traces/decode-0" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["message"] == "decode-0: /traces/decode-0; done on prefill-0"
+        assert prefill.profile_calls[2].num_steps is None  # type: ignore[union-attr]
+        wrong = await client.post("/start_profile", json={"num_steps": -1})
+        assert wrong.status_code == 400 and "num_steps" in wrong.json()["error"]["message"]
 
 
-def test_tokenize_and_back(tmp_path: Path) -> None:
-    async def run() -> None:
-        folder = write_model(tmp_path, context_length=1 << 15)
-        async with joined_router(folder, [], wait=False) as (_, client):
-            text = "The quick brown 日本語 " * 500  # long enough for the worker thread
-            one = (await client.post("/tokenize", json={"prompt": text})).json()
-            assert one["count"] == len(one["tokens"])
-            back = await client.post("/detokenize", json={"tokens": one["tokens"]})
-            assert back.json()["text"] == text
-            many = (await client.post("/tokenize", json={"prompt": ["a", "bc"]})).json()
-            assert (await client.post("/detokenize", json={"tokens": many["tokens"]})).json()["text"] == [
-                "a",
-                "bc",
-            ]
-
-    asyncio.run(run())
+async def test_tokenize_and_back(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, context_length=1 << 15)
+    async with joined_router(folder, [], wait=False) as (_, client):
+        text = "The quick brown 日本語 " * 500  # long enough for the worker thread
+        one = (await client.post("/tokenize", json={"prompt": text})).json()
+        assert one["count"] == len(one["tokens"])
+        back = await client.post("/detokenize", json={"tokens": one["tokens"]})
+        assert back.json()["text"] == text
+        many = (await client.post("/tokenize", json={"prompt": ["a", "bc"]})).json()
+        assert (await client.post("/detokenize", json={"tokens": many["tokens"]})).json()["text"] == [
+            "a",
+            "bc",
+        ]
 
 
-def test_a_text_that_fits_no_context_is_not_tokenized(model_folder: Path) -> None:
-    async def run() -> None:
-        async with joined_router(model_folder, [], wait=False) as (_, client):
-            for prompt, where in (("x" * 1_000_000, "the prompt"), (["a", "x" * 1_000_000], "prompt 1")):
-                refused = await client.post("/tokenize", json={"prompt": prompt})
-                error = refused.json()["error"]
-                assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
-                assert error["message"].startswith(f"{where} has 1000000 characters, more than 256 tokens")
-
-    asyncio.run(run())
+async def test_a_text_that_fits_no_context_is_not_tokenized(model_folder: Path) -> None:
+    async with joined_router(model_folder, [], wait=False) as (_, client):
+        for prompt, where in (("x" * 1_000_000, "the prompt"), (["a", "x" * 1_000_000], "prompt 1")):
+            refused = await client.post("/tokenize", json={"prompt": prompt})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["message"].startswith(f"{where} has 1000000 characters, more than 256 tokens")
 
 
-def test_metrics(model_folder: Path) -> None:
+async def test_metrics(model_folder: Path) -> None:
     def figure(text: str, name: str) -> float:
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found, f"{name} is not in\n{text}"
         return float(found[1])
 
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            own = 'model_name="tiny",role="router"'
-            before = (await client.get("/metrics")).text
-            assert figure(before, f"sglang:num_aborted_requests_total{{{own}}}") == 0
-            decode.load = Load(num_pages=10, num_free_pages=4, num_evictable_pages=1, num_running=3)
-            await client.post(
-                "/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
-            )
-            node = 'model_name="tiny",node="decode-0",role="decode"'
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        own = 'model_name="tiny",role="router"'
+        before = (await client.get("/metrics")).text
+        assert figure(before, f"sglang:num_aborted_requests_total{{{own}}}") == 0
+        decode.load = Load(num_pages=10, num_free_pages=4, num_evictable_pages=1, num_running=3)
+        await client.post(
+            "/generate", json={"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
+        )
+        node = 'model_name="tiny",node="decode-0",role="decode"'
 
-            async def with_load() -> str | None:
-                text = (await client.get("/metrics")).text
-                return text if figure(text, f"sglang:num_running_reqs{{{node}}}") == 3 else None
+        async def with_load() -> str | None:
+            text = (await client.get("/metrics")).text
+            return text if figure(text, f"sglang:num_running_reqs{{{node}}}") == 3 else None
 
-            text = await eventually(with_load)
-            for name, value in (
-                ("sglang:prompt_tokens_total", 3),
-                ("sglang:generation_tokens_total", 5),
-                ("sglang:cached_tokens_total", 2),
-                ("sglang:num_requests_total", 1),
-                ("sglang:time_to_first_token_seconds_count", 1),
-                ("sglang:inter_token_latency_seconds_count", 4),
-                ("sglang:e2e_request_latency_seconds_count", 1),
-                ("baton:kv_transfer_seconds_count", 1),
-            ):
-                assert figure(text, f"{name}{{{own}}}") == value, name
-            assert figure(text, f"sglang:token_usage{{{node}}}") == 0.5
-            stage = 'model_name="tiny",role="prefill",stage="queued"'
-            assert figure(text, f"baton:stage_duration_seconds_sum{{{stage}}}") == 0.5
-            await decode.stop()
+        text = await eventually(with_load)
+        for name, value in (
+            ("sglang:prompt_tokens_total", 3),
+            ("sglang:generation_tokens_total", 5),
+            ("sglang:cached_tokens_total", 2),
+            ("sglang:num_requests_total", 1),
+            ("sglang:time_to_first_token_seconds_count", 1),
+            ("sglang:inter_token_latency_seconds_count", 4),
+            ("sglang:e2e_request_latency_seconds_count", 1),
+            ("baton:kv_transfer_seconds_count", 1),
+        ):
+            assert figure(text, f"{name}{{{own}}}") == value, name
+        assert figure(text, f"sglang:token_usage{{{node}}}") == 0.5
+        stage = 'model_name="tiny",role="prefill",stage="queued"'
+        assert figure(text, f"baton:stage_duration_seconds_sum{{{stage}}}") == 0.5
+        await decode.stop()
 
-            async def forgotten() -> bool:
-                return 'node="decode-0"' not in (await client.get("/metrics")).text
+        async def forgotten() -> bool:
+            return 'node="decode-0"' not in (await client.get("/metrics")).text
 
-            await eventually(forgotten)
-
-    asyncio.run(run())
+        await eventually(forgotten)
 
 
 async def say(socket: zmq.asyncio.Socket, message: Announcement) -> None:
@@ -254,98 +227,89 @@ async def until_status(client: httpx.AsyncClient, status: str) -> dict[str, Any]
     return await eventually(reached)
 
 
-def test_a_node_joins_by_itself(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            serving_router(waiting(None)) as router,
-            join_socket_of(router) as control_port,
-            FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
-            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
-        ):
-            with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
-                caller.connect(f"tcp://127.0.0.1:{control_port}")
-                await caller.send(b"nonsense")
-                await say(caller, Loading("decode-0", Role.DECODE, "weights", 0.5))
-                await say(caller, Loading("decode-9", Role.DECODE, "weights", 0.5))
-                await say(caller, LoadFailed("decode-9", Role.DECODE, "no such file"))
-                loading = {"node_id": "decode-0", "state": "loading", "what": "weights", "fraction": 0.5}
+async def test_a_node_joins_by_itself(model_folder: Path) -> None:
+    async with (
+        serving_router(waiting(None)) as router,
+        join_socket_of(router) as control_port,
+        FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
+        httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
+    ):
+        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
+            caller.connect(f"tcp://127.0.0.1:{control_port}")
+            await caller.send(b"nonsense")
+            await say(caller, Loading("decode-0", Role.DECODE, "weights", 0.5))
+            await say(caller, Loading("decode-9", Role.DECODE, "weights", 0.5))
+            await say(caller, LoadFailed("decode-9", Role.DECODE, "no such file"))
+            loading = {"node_id": "decode-0", "state": "loading", "what": "weights", "fraction": 0.5}
 
-                async def told() -> bool:
-                    found = (await client.get("/health")).json()["decode"]
-                    return found and found[0] == loading
+            async def told() -> bool:
+                found = (await client.get("/health")).json()["decode"]
+                return found and found[0] == loading
 
-                await eventually(told)
-                for _ in range(3):
-                    await say(caller, Join(decode.ref, Role.DECODE))
-                await router.ready()
-                assert router.model.name() == "tiny"  # and the model was learnt from the node
-                health = (await client.get("/health")).json()
-                assert [node["state"] for node in health["decode"]] == ["alive"]
-                assert len(decode.identities) == 1
-                body = {"text": "a", "sampling_params": {"max_new_tokens": 3}}
-                assert (await client.post("/generate", json=body)).status_code == 200
-                await decode.stop()
-                decode.start(incarnation="b")  # another port, as after a restart
-                await until_status(client, "unavailable")
+            await eventually(told)
+            for _ in range(3):
                 await say(caller, Join(decode.ref, Role.DECODE))
-                assert len((await until_status(client, "ok"))["decode"]) == 1
+            await router.ready()
+            assert router.model.name() == "tiny"  # and the model was learnt from the node
+            health = (await client.get("/health")).json()
+            assert [node["state"] for node in health["decode"]] == ["alive"]
+            assert len(decode.identities) == 1
+            body = {"text": "a", "sampling_params": {"max_new_tokens": 3}}
+            assert (await client.post("/generate", json=body)).status_code == 200
+            await decode.stop()
+            decode.start(incarnation="b")  # another port, as after a restart
+            await until_status(client, "unavailable")
+            await say(caller, Join(decode.ref, Role.DECODE))
+            assert len((await until_status(client, "ok"))["decode"]) == 1
 
-    asyncio.run(run())
 
-
-def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:
+async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:
     """Each dial takes three, of 1023."""
 
-    async def run() -> None:
-        with socket.create_server(("", 0), backlog=400) as mute, contextlib.ExitStack() as accepted:
-            mute.setblocking(False)
-            hosts = [f"127.1.{i // 200}.{i % 200 + 1}" for i in range(400)]
-            async with (
-                serving_router(waiting(None)) as router,
-                httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
-            ):
-                for host in hosts:
-                    ref = NodeRef(host, "a", f"tcp://{host}:{mute.getsockname()[1]}")
-                    router.on_announcement(Join(ref, Role.DECODE))
-                dialled: set[str] = set()
-                async with asyncio.timeout(PATIENCE_S):
-                    while len(dialled) < len(hosts):
-                        connection, _ = await asyncio.get_running_loop().sock_accept(mute)
-                        accepted.enter_context(connection)
-                        dialled.add(connection.getsockname()[0])
-                nodes = (await client.get("/fleet")).json()["nodes"]
-                assert len(nodes) == len(hosts)
-                assert not [node for node in nodes if "Too many open files" in node.get("reason", "")]
-
-    asyncio.run(run())
+    with socket.create_server(("", 0), backlog=400) as mute, contextlib.ExitStack() as accepted:
+        mute.setblocking(False)
+        hosts = [f"127.1.{i // 200}.{i % 200 + 1}" for i in range(400)]
+        async with (
+            serving_router(waiting(None)) as router,
+            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
+        ):
+            for host in hosts:
+                ref = NodeRef(host, "a", f"tcp://{host}:{mute.getsockname()[1]}")
+                router.on_announcement(Join(ref, Role.DECODE))
+            dialled: set[str] = set()
+            async with asyncio.timeout(PATIENCE_S):
+                while len(dialled) < len(hosts):
+                    connection, _ = await asyncio.get_running_loop().sock_accept(mute)
+                    accepted.enter_context(connection)
+                    dialled.add(connection.getsockname()[0])
+            nodes = (await client.get("/fleet")).json()["nodes"]
+            assert len(nodes) == len(hosts)
+            assert not [node for node in nodes if "Too many open files" in node.get("reason", "")]
 
 
-def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: Path) -> None:
+async def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: Path) -> None:
     key_file = tmp_path / "fleet.key"
     key_file.write_text("a secret of the whole fleet")
     ours, other = FleetKey.load([str(key_file)]), FleetKey(b"another secret, also long enough")
 
-    async def run() -> None:
-        context = zmq.asyncio.Context.instance()
-        async with (
-            serving_router(waiting(model_folder, str(key_file))) as router,
-            join_socket_of(router, ours) as control_port,
-            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
-        ):
+    context = zmq.asyncio.Context.instance()
+    async with (
+        serving_router(waiting(model_folder, str(key_file))) as router,
+        join_socket_of(router, ours) as control_port,
+        httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
+    ):
 
-            async def names() -> list[str]:
-                return [node["node_id"] for node in (await client.get("/health")).json()["decode"]]
+        async def names() -> list[str]:
+            return [node["node_id"] for node in (await client.get("/health")).json()["decode"]]
 
-            with contextlib.ExitStack() as exits:
-                for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):
-                    caller = exits.enter_context(context.socket(zmq.DEALER))
-                    caller.linger = 0
-                    if key is not None:
-                        key.secure_client(caller, "")
-                    caller.connect(f"tcp://127.0.0.1:{control_port}")
-                    await say(caller, Loading(name, Role.DECODE, "weights", 0.1))
-                await eventually(names)
-                await asyncio.sleep(0.3)
-                assert await names() == ["ours"]
-
-    asyncio.run(run())
+        with contextlib.ExitStack() as exits:
+            for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):
+                caller = exits.enter_context(context.socket(zmq.DEALER))
+                caller.linger = 0
+                if key is not None:
+                    key.secure_client(caller, "")
+                caller.connect(f"tcp://127.0.0.1:{control_port}")
+                await say(caller, Loading(name, Role.DECODE, "weights", 0.1))
+            await eventually(names)
+            await asyncio.sleep(0.3)
+            assert await names() == ["ours"]

@@ -28,271 +28,222 @@ def story(num_tokens: int) -> str:
     return tokenizer.decode((tokenizer.encode(STORY).ids * 3)[:num_tokens])
 
 
-def test_one_answer(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            response = await client.post(
-                "/generate",
-                json={
-                    "text": "once upon a time",
-                    "sampling_params": {"max_new_tokens": 12, "sampling_seed": 7},
-                },
-            )
-            assert response.status_code == 200
-            answer = response.json()
-            assert answer["text"] == story(12)
-            assert answer["output_ids"] == prefill.story[:12]
-            meta = answer["meta_info"]
-            assert meta["finish_reason"] == {"type": "length", "length": 12}
-            assert meta["completion_tokens"] == 12
-            assert meta["cached_tokens"] == 2
-            assert meta["e2e_latency"] > 0
-            sent_p, sent_d = prefill.all(Prefill)[0], decode.all(Decode)[0]
-            assert sent_p.decode == decode.ref and sent_d.prefill == prefill.ref
-            assert sent_p.key == sent_d.key and sent_p.work.input_ids == sent_d.work.input_ids
-            assert sent_p.work.params == sent_d.work.params and sent_p.work.params.seed == 7
-            assert len(sent_p.work.input_ids) == meta["prompt_tokens"]
-            assert not prefill.all(Cancel) and not decode.all(Cancel)
-
-    asyncio.run(run())
+async def test_one_answer(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        response = await client.post(
+            "/generate",
+            json={"text": "once upon a time", "sampling_params": {"max_new_tokens": 12, "sampling_seed": 7}},
+        )
+        assert response.status_code == 200
+        answer = response.json()
+        assert answer["text"] == story(12)
+        assert answer["output_ids"] == prefill.story[:12]
+        meta = answer["meta_info"]
+        assert meta["finish_reason"] == {"type": "length", "length": 12}
+        assert meta["completion_tokens"] == 12
+        assert meta["cached_tokens"] == 2
+        assert meta["e2e_latency"] > 0
+        sent_p, sent_d = prefill.all(Prefill)[0], decode.all(Decode)[0]
+        assert sent_p.decode == decode.ref and sent_d.prefill == prefill.ref
+        assert sent_p.key == sent_d.key and sent_p.work.input_ids == sent_d.work.input_ids
+        assert sent_p.work.params == sent_d.work.params and sent_p.work.params.seed == 7
+        assert len(sent_p.work.input_ids) == meta["prompt_tokens"]
+        assert not prefill.all(Cancel) and not decode.all(Cancel)
 
 
-def test_stream_is_cumulative(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            decode.delay_s = 0.002
-            response = await client.post(
-                "/generate",
-                json={"text": "x" * 40, "stream": True, "sampling_params": {"max_new_tokens": 60}},
-            )
-            assert response.headers["content-type"].startswith("text/event-stream")
-            *seen, done = events(response.text)
-            assert done == "[DONE]" and len(seen) > 5
-            for earlier, later in itertools.pairwise(seen):
-                assert later["text"].startswith(earlier["text"])
-                assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
-                assert earlier["meta_info"]["finish_reason"] is None
-            assert seen[-1]["text"] == story(60)
-            assert seen[-1]["meta_info"]["finish_reason"]["type"] == "length"
-
-    asyncio.run(run())
+async def test_stream_is_cumulative(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        decode.delay_s = 0.002
+        response = await client.post(
+            "/generate", json={"text": "x" * 40, "stream": True, "sampling_params": {"max_new_tokens": 60}}
+        )
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *seen, done = events(response.text)
+        assert done == "[DONE]" and len(seen) > 5
+        for earlier, later in itertools.pairwise(seen):
+            assert later["text"].startswith(earlier["text"])
+            assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+            assert earlier["meta_info"]["finish_reason"] is None
+        assert seen[-1]["text"] == story(60)
+        assert seen[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_batch_and_choices_are_grouped_by_prompt(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            body = {
-                "input_ids": [[1, 2, 3], [4, 5, 6, 7]],
-                "sampling_params": [
-                    {"n": 2, "max_new_tokens": 3, "sampling_seed": 10},
-                    {"max_new_tokens": 2, "sampling_seed": 99},
-                ],
-                "rid": ["first", "second"],
-            }
-            answers = (await client.post("/generate", json=body)).json()
-            assert [a["meta_info"]["id"] for a in answers] == ["first", "first", "second"]
-            assert [a["meta_info"]["prompt_tokens"] for a in answers] == [3, 3, 4]
-            assert [a["meta_info"]["completion_tokens"] for a in answers] == [3, 3, 2]
-            assert sorted(d.work.params.seed for d in decode.all(Decode)) == [10, 11, 99]
-            one = (
-                await client.post("/generate", json={**body, "sampling_params": {"max_new_tokens": 1}})
-            ).json()
-            assert len(one) == 2
-            listed = await client.post(
-                "/generate", json={"text": ["a"], "sampling_params": {"max_new_tokens": 1}}
-            )
-            assert len(listed.json()) == 1
-
-    asyncio.run(run())
+async def test_batch_and_choices_are_grouped_by_prompt(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        body = {
+            "input_ids": [[1, 2, 3], [4, 5, 6, 7]],
+            "sampling_params": [
+                {"n": 2, "max_new_tokens": 3, "sampling_seed": 10},
+                {"max_new_tokens": 2, "sampling_seed": 99},
+            ],
+            "rid": ["first", "second"],
+        }
+        answers = (await client.post("/generate", json=body)).json()
+        assert [a["meta_info"]["id"] for a in answers] == ["first", "first", "second"]
+        assert [a["meta_info"]["prompt_tokens"] for a in answers] == [3, 3, 4]
+        assert [a["meta_info"]["completion_tokens"] for a in answers] == [3, 3, 2]
+        assert sorted(d.work.params.seed for d in decode.all(Decode)) == [10, 11, 99]
+        one = (await client.post("/generate", json={**body, "sampling_params": {"max_new_tokens": 1}})).json()
+        assert len(one) == 2
+        listed = await client.post(
+            "/generate", json={"text": ["a"], "sampling_params": {"max_new_tokens": 1}}
+        )
+        assert len(listed.json()) == 1
 
 
-def test_batch_stream_has_indexes(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            body = {"text": ["a", "b"], "stream": True, "sampling_params": {"max_new_tokens": 5, "n": 2}}
-            *seen, done = events((await client.post("/generate", json=body)).text)
-            assert done == "[DONE]"
-            assert {event["index"] for event in seen} == {0, 1, 2, 3}
-            finals = {event["index"]: event for event in seen}
-            assert all(final["text"] == story(5) for final in finals.values())
-
-    asyncio.run(run())
+async def test_batch_stream_has_indexes(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        body = {"text": ["a", "b"], "stream": True, "sampling_params": {"max_new_tokens": 5, "n": 2}}
+        *seen, done = events((await client.post("/generate", json=body)).text)
+        assert done == "[DONE]"
+        assert {event["index"] for event in seen} == {0, 1, 2, 3}
+        finals = {event["index"]: event for event in seen}
+        assert all(final["text"] == story(5) for final in finals.values())
 
 
-def test_a_missing_seed_is_drawn_by_the_router(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            for _ in range(2):
-                await client.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}})
-            first, second = decode.all(Decode)
-            assert first.work.params.seed != second.work.params.seed
-            assert first.work.params == prefill.all(Prefill)[0].work.params
-
-    asyncio.run(run())
+async def test_a_missing_seed_is_drawn_by_the_router(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        for _ in range(2):
+            await client.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}})
+        first, second = decode.all(Decode)
+        assert first.work.params.seed != second.work.params.seed
+        assert first.work.params == prefill.all(Prefill)[0].work.params
 
 
-def test_one_token_or_none_never_involves_the_decode_node(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            for wanted in (0, 1):
-                body = {"text": "hello there", "sampling_params": {"max_new_tokens": wanted}}
-                answer = (await client.post("/generate", json=body)).json()
-                assert answer["output_ids"] == prefill.story[:wanted]
-                assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": wanted}
-            assert not decode.all(Decode)
-            assert all(sent.decode is None for sent in prefill.all(Prefill))
-
-    asyncio.run(run())
+async def test_one_token_or_none_never_involves_the_decode_node(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        for wanted in (0, 1):
+            body = {"text": "hello there", "sampling_params": {"max_new_tokens": wanted}}
+            answer = (await client.post("/generate", json=body)).json()
+            assert answer["output_ids"] == prefill.story[:wanted]
+            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": wanted}
+        assert not decode.all(Decode)
+        assert all(sent.decode is None for sent in prefill.all(Prefill))
 
 
-def test_short_prompts_go_to_the_decode_node_alone(model_folder: Path) -> None:
-    async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=4)
-        async with (
-            pair() as (prefill, decode),
-            joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
-        ):
-            for ids in ([1, 2, 3, 4], [1, 2, 3, 4, 5]):
-                body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
-                assert (await client.post("/generate", json=body)).status_code == 200
-            assert [sent.prefill for sent in decode.all(Decode)] == [None, prefill.ref]
-            assert len(prefill.all(Prefill)) == 1
-
-    asyncio.run(run())
+async def test_short_prompts_go_to_the_decode_node_alone(model_folder: Path) -> None:
+    dispatch = DispatchOptions(local_prefill_tokens=4)
+    async with (
+        pair() as (prefill, decode),
+        joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
+    ):
+        for ids in ([1, 2, 3, 4], [1, 2, 3, 4, 5]):
+            body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
+            assert (await client.post("/generate", json=body)).status_code == 200
+        assert [sent.prefill for sent in decode.all(Decode)] == [None, prefill.ref]
+        assert len(prefill.all(Prefill)) == 1
 
 
-def test_stop_string_ends_it_on_the_node(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            decode.delay_s = 0.002
-            params = {"max_new_tokens": 100, "stop": ["never", "fox jumps"]}
-            for keep in (False, True):
-                body = {"text": "tell me", "sampling_params": {**params, "no_stop_trim": keep}}
-                answer = (await client.post("/generate", json=body)).json()
-                assert answer["text"] == "The quick brown " + ("fox jumps" if keep else "")
-                assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "fox jumps"}
-                stop = await decode.wait_for(Stop, 2 if keep else 1)
-                assert stop.position == len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
-            assert not decode.all(Cancel)
-
-    asyncio.run(run())
+async def test_stop_string_ends_it_on_the_node(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        decode.delay_s = 0.002
+        params = {"max_new_tokens": 100, "stop": ["never", "fox jumps"]}
+        for keep in (False, True):
+            body = {"text": "tell me", "sampling_params": {**params, "no_stop_trim": keep}}
+            answer = (await client.post("/generate", json=body)).json()
+            assert answer["text"] == "The quick brown " + ("fox jumps" if keep else "")
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "fox jumps"}
+            stop = await decode.wait_for(Stop, 2 if keep else 1)
+            assert stop.position == len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
+        assert not decode.all(Cancel)
 
 
-def test_stop_strings_wait_for_min_new_tokens(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            params = {"max_new_tokens": 10, "stop": "quick", "min_new_tokens": 8}
-            answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
-            assert "quick" in answer["text"] and answer["text"] == story(10)
-
-    asyncio.run(run())
+async def test_stop_strings_wait_for_min_new_tokens(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        params = {"max_new_tokens": 10, "stop": "quick", "min_new_tokens": 8}
+        answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
+        assert "quick" in answer["text"] and answer["text"] == story(10)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_stop_token_is_an_id_but_not_text(model_folder: Path, keep: bool) -> None:
+async def test_the_stop_token_is_an_id_but_not_text(model_folder: Path, keep: bool) -> None:
     async def stop_early(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, node.story[:3])
         node.tokens(message.key, 3, [node.story[3]], Finish("stop", node.story[3]))
 
-    async def run() -> None:
-        async with (
-            pair(decode=stop_early) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            params = {"stop_token_ids": [prefill.story[3]], "no_stop_trim": keep}
-            answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
-            assert answer["text"] == story(4 if keep else 3)
-            assert answer["output_ids"] == prefill.story[:4]
-            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": prefill.story[3]}
-
-    asyncio.run(run())
+    async with (
+        pair(decode=stop_early) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        params = {"stop_token_ids": [prefill.story[3]], "no_stop_trim": keep}
+        answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
+        assert answer["text"] == story(4 if keep else 3)
+        assert answer["output_ids"] == prefill.story[:4]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": prefill.story[3]}
 
 
-def test_timeline(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            body = {"text": "a", "sampling_params": {"max_new_tokens": 4}, "return_timeline": True}
-            meta = (await client.post("/generate", json=body)).json()["meta_info"]
-            stages = [(entry["role"], entry["stage"]) for entry in meta["timeline"]]
-            assert stages == [
-                ("prefill", "queued"),
-                ("prefill", "prefilling"),
-                ("decode", "transferring"),
-                ("decode", "decoding"),
-                ("router", "queued"),
-                ("router", "finished"),
-            ]
-            assert (meta["kv_pages_transferred"], meta["kv_bytes_transferred"]) == (3, 3000)
-
-    asyncio.run(run())
+async def test_timeline(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        body = {"text": "a", "sampling_params": {"max_new_tokens": 4}, "return_timeline": True}
+        meta = (await client.post("/generate", json=body)).json()["meta_info"]
+        stages = [(entry["role"], entry["stage"]) for entry in meta["timeline"]]
+        assert stages == [
+            ("prefill", "queued"),
+            ("prefill", "prefilling"),
+            ("decode", "transferring"),
+            ("decode", "decoding"),
+            ("router", "queued"),
+            ("router", "finished"),
+        ]
+        assert (meta["kv_pages_transferred"], meta["kv_bytes_transferred"]) == (3, 3000)
 
 
-def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
-            room = LIMITS.max_total_num_tokens
-            full = await client.post("/generate", json={"input_ids": [1] * room})
-            assert full.status_code == 400
-            message = full.json()["error"]["message"]
-            assert str(room) in message and "no room" in message
-            clipped = await client.post(
-                "/generate",
-                json={"input_ids": [1] * (room - 3), "sampling_params": {"max_new_tokens": 10**30}},
-            )
-            assert clipped.json()["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
-            assert decode.all(Decode)[0].work.params.max_new_tokens == 3
-            last = await client.post("/generate", json={"input_ids": [1] * (room - 1)})
-            assert last.json()["meta_info"]["completion_tokens"] == 1
-            assert len(decode.all(Decode)) == 1  # one token is the prefill node's alone
-            scored = await client.post(
-                "/generate", json={"input_ids": [1] * room, "sampling_params": {"max_new_tokens": 0}}
-            )
-            assert scored.status_code == 200
-
-    asyncio.run(run())
+async def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> None:
+    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+        room = LIMITS.max_total_num_tokens
+        full = await client.post("/generate", json={"input_ids": [1] * room})
+        assert full.status_code == 400
+        message = full.json()["error"]["message"]
+        assert str(room) in message and "no room" in message
+        clipped = await client.post(
+            "/generate", json={"input_ids": [1] * (room - 3), "sampling_params": {"max_new_tokens": 10**30}}
+        )
+        assert clipped.json()["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+        assert decode.all(Decode)[0].work.params.max_new_tokens == 3
+        last = await client.post("/generate", json={"input_ids": [1] * (room - 1)})
+        assert last.json()["meta_info"]["completion_tokens"] == 1
+        assert len(decode.all(Decode)) == 1  # one token is the prefill node's alone
+        scored = await client.post(
+            "/generate", json={"input_ids": [1] * room, "sampling_params": {"max_new_tokens": 0}}
+        )
+        assert scored.status_code == 200
 
 
-def test_duplicate_rids(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(prefill=say_nothing, decode=say_nothing) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            first = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "mine"}))
-            await decode.wait_for(Decode)
-            second = await client.post("/generate", json={"text": "b", "rid": "mine"})
-            assert second.status_code == 400 and "'mine'" in second.json()["error"]["message"]
-            twice = await client.post("/generate", json={"text": ["a", "b"], "rid": ["x", "x"]})
-            assert twice.status_code == 400
-            await client.post("/abort_request", json={"rid": "mine"})
-            assert (await first).status_code == 200
-            again = asyncio.create_task(client.post("/generate", json={"text": "b", "rid": "mine"}))
-            await decode.wait_for(Decode, 2)
-            await client.post("/abort_request", json={"abort_all": True})
-            assert (await again).json()["meta_info"]["finish_reason"]["type"] == "abort"
-
-    asyncio.run(run())
+async def test_duplicate_rids(model_folder: Path) -> None:
+    async with (
+        pair(prefill=say_nothing, decode=say_nothing) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        first = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "mine"}))
+        await decode.wait_for(Decode)
+        second = await client.post("/generate", json={"text": "b", "rid": "mine"})
+        assert second.status_code == 400 and "'mine'" in second.json()["error"]["message"]
+        twice = await client.post("/generate", json={"text": ["a", "b"], "rid": ["x", "x"]})
+        assert twice.status_code == 400
+        await client.post("/abort_request", json={"rid": "mine"})
+        assert (await first).status_code == 200
+        again = asyncio.create_task(client.post("/generate", json={"text": "b", "rid": "mine"}))
+        await decode.wait_for(Decode, 2)
+        await client.post("/abort_request", json={"abort_all": True})
+        assert (await again).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_abort_keeps_what_was_generated(model_folder: Path) -> None:
+async def test_abort_keeps_what_was_generated(model_folder: Path) -> None:
     async def three(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, node.story[:3])
 
-    async def run() -> None:
-        async with (
-            pair(decode=three) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode]) as (_, client),
-        ):
-            body = {"text": ["a", "b"], "rid": "batch", "stream": False}
-            asked = asyncio.create_task(client.post("/generate", json=body))
-            await decode.wait_for(Decode, 2)
-            await until_queued(client, 0)
-            aborted = await client.post("/abort_request", json={"rid": "batch"})
-            assert aborted.json()["aborted"] == 2
-            answers = (await asked).json()
-            assert [a["output_ids"] for a in answers] == [decode.story[:3]] * 2
-            reason = answers[0]["meta_info"]["finish_reason"]
-            assert reason["type"] == "abort" and reason["message"] and reason["status_code"] == 499
-            await decode.wait_for(Cancel, 2)
-
-    asyncio.run(run())
+    async with (
+        pair(decode=three) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode]) as (_, client),
+    ):
+        body = {"text": ["a", "b"], "rid": "batch", "stream": False}
+        asked = asyncio.create_task(client.post("/generate", json=body))
+        await decode.wait_for(Decode, 2)
+        await until_queued(client, 0)
+        aborted = await client.post("/abort_request", json={"rid": "batch"})
+        assert aborted.json()["aborted"] == 2
+        answers = (await asked).json()
+        assert [a["output_ids"] for a in answers] == [decode.story[:3]] * 2
+        reason = answers[0]["meta_info"]["finish_reason"]
+        assert reason["type"] == "abort" and reason["message"] and reason["status_code"] == 499
+        await decode.wait_for(Cancel, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def test_a_schema_may_be_an_object(body: dict[str, object]) -> None:
     assert json.loads(grammar.text) == SCHEMA
 
 
-def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
+async def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}
     requests = {
         "/generate": {"text": "a", "sampling_params": {"json_schema": '{"type":"null"}'}},
@@ -83,17 +82,14 @@ def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
         },
     }
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for path, body in requests.items():
-                assert (await client.post(path, json=body)).status_code == 200
-            told = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
-            assert len(told) == 6
-            assert {message.work.params.grammar for message in told} == {
-                Grammar("json_schema", '{"type":"null"}')
-            }
-
-    asyncio.run(run())
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for path, body in requests.items():
+            assert (await client.post(path, json=body)).status_code == 200
+        told = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
+        assert len(told) == 6
+        assert {message.work.params.grammar for message in told} == {
+            Grammar("json_schema", '{"type":"null"}')
+        }
 
 
 @pytest.mark.parametrize(
@@ -122,20 +118,17 @@ def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
         ),
     ],
 )
-def test_a_nodes_error_names_the_clients_field(
+async def test_a_nodes_error_names_the_clients_field(
     model_folder: Path, path: str, body: dict[str, object], kind: str, field: str
 ) -> None:
-    async def run() -> None:
-        async def refuse(node: FakeNode, message: Prefill | Decode) -> None:
-            node.send(Failed(message.key, 400, f"{kind}: no such {kind}: thing", kind))
+    async def refuse(node: FakeNode, message: Prefill | Decode) -> None:
+        node.send(Failed(message.key, 400, f"{kind}: no such {kind}: thing", kind))
 
-        async with (
-            pair(prefill=refuse, decode=say_nothing) as nodes,
-            joined_router(model_folder, list(nodes)) as (_, client),
-        ):
-            answer = await client.post(path, json=body)
-            assert answer.status_code == 400
-            error = answer.json()["error"]
-            assert (error["param"], error["message"]) == (field, f"{field}: no such {kind}: thing")
-
-    asyncio.run(run())
+    async with (
+        pair(prefill=refuse, decode=say_nothing) as nodes,
+        joined_router(model_folder, list(nodes)) as (_, client),
+    ):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["param"], error["message"]) == (field, f"{field}: no such {kind}: thing")

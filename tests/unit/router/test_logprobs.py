@@ -22,14 +22,7 @@ from router.request.stop_matcher import StopConditions
 from router.text.text_workers import INLINE_CHARS
 from router.text.tokenizer import Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
-from shared.protocol.messages import (
-    Decode,
-    NodeLimits,
-    Prefill,
-    ReqKey,
-    TokenEntry,
-    Work,
-)
+from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from tests.patience import PATIENCE_S
 from tests.unit.router.fakes import (
@@ -96,16 +89,13 @@ def test_outputs_only_is_the_default(model_folder: Path, story: list[int]) -> No
     assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams()
 
 
-def test_nobody_asks(model_folder: Path) -> None:
+async def test_nobody_asks(model_folder: Path) -> None:
     body = native(return_logprob=False, top_logprobs_num=3, logprob_start_len=0)
 
-    async def go() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            meta = (await client.post("/generate", json=body)).json()["meta_info"]
-            assert not [name for name in meta if "logprob" in name]
-            assert nodes[0].all(Prefill)[0].work.params.logprobs is None
-
-    asyncio.run(go())
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        meta = (await client.post("/generate", json=body)).json()["meta_info"]
+        assert not [name for name in meta if "logprob" in name]
+        assert nodes[0].all(Prefill)[0].work.params.logprobs is None
 
 
 @pytest.mark.parametrize("prefill", [scored_first_token, silent_first_token], ids=["p_first", "d_alone"])
@@ -241,45 +231,38 @@ MOST = MAX_INPUT_LOGPROBS // 1024
         ),
     ],
 )
-def test_more_numbers_than_can_be_told_are_refused_here(
+async def test_more_numbers_than_can_be_told_are_refused_here(
     model_folder: Path, roomy: NodeLimits, path: str, body: dict[str, Any], message: str
 ) -> None:
-    async def go() -> None:
-        async with pair() as nodes:
-            for node in nodes:
-                node.limits = roomy
-            async with joined_router(model_folder, list(nodes)) as (_, client):
-                response = await client.post(path, json=body)
-                assert response.status_code == 400, response.text
-                assert message in response.json()["error"]["message"]
-                assert not nodes[0].all(Prefill), "no node was asked"
-
-    asyncio.run(go())
+    async with pair() as nodes:
+        for node in nodes:
+            node.limits = roomy
+        async with joined_router(model_folder, list(nodes)) as (_, client):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400, response.text
+            assert message in response.json()["error"]["message"]
+            assert not nodes[0].all(Prefill), "no node was asked"
 
 
-def test_the_most_numbers_fit_into_a_message_and_an_answer(model_folder: Path, roomy: NodeLimits) -> None:
+async def test_the_most_numbers_fit_into_a_message_and_an_answer(
+    model_folder: Path, roomy: NodeLimits
+) -> None:
     """They come from both nodes, four times 2 MiB from each, and are told in one event for each choice."""
     body = native(
-        input_ids=[1] * (MOST + 1),
-        logprob_start_len=0,
-        sampling_params={"max_new_tokens": 1, "n": 4},
-        **WIDE,
+        input_ids=[1] * (MOST + 1), logprob_start_len=0, sampling_params={"max_new_tokens": 1, "n": 4}, **WIDE
     )
 
-    async def go() -> None:
-        async with pair(prefill=scored_first_token, decode=scored_story) as nodes:
-            for node in nodes:
-                node.limits = roomy
-            async with joined_router(model_folder, list(nodes)) as (_, client):
-                response = await client.post("/generate", json=body, timeout=PATIENCE_S)
-                assert response.status_code == 200, response.text
-                for answer in response.json():
-                    meta = answer["meta_info"]
-                    assert len(meta["input_token_logprobs"]) == MOST + 1
-                    assert {len(row) for row in meta["input_token_ids_logprobs"][1:]} == {983}
-                    assert meta["input_token_logprobs"][-1][0] == value(MOST - 1000)
-
-    asyncio.run(go())
+    async with pair(prefill=scored_first_token, decode=scored_story) as nodes:
+        for node in nodes:
+            node.limits = roomy
+        async with joined_router(model_folder, list(nodes)) as (_, client):
+            response = await client.post("/generate", json=body, timeout=PATIENCE_S)
+            assert response.status_code == 200, response.text
+            for answer in response.json():
+                meta = answer["meta_info"]
+                assert len(meta["input_token_logprobs"]) == MOST + 1
+                assert {len(row) for row in meta["input_token_ids_logprobs"][1:]} == {983}
+                assert meta["input_token_logprobs"][-1][0] == value(MOST - 1000)
 
 
 def test_a_stream_words_the_prompt_once() -> None:
@@ -347,14 +330,11 @@ class TestChat:
         told = [e["choices"][0]["logprobs"]["content"] for e in seen if e["choices"][0]["logprobs"]]
         assert [entry["logprob"] for entry in itertools.chain(*told)] == [value(i) for i in range(NUM_NEW)]
 
-    def test_nobody_asks(self, model_folder: Path) -> None:
-        async def go() -> None:
-            async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-                body = {**CHAT, "logprobs": False}
-                answer = (await client.post("/v1/chat/completions", json=body)).json()
-                assert answer["choices"][0]["logprobs"] is None
-
-        asyncio.run(go())
+    async def test_nobody_asks(self, model_folder: Path) -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            body = {**CHAT, "logprobs": False}
+            answer = (await client.post("/v1/chat/completions", json=body)).json()
+            assert answer["choices"][0]["logprobs"] is None
 
 
 class TestCompletions:
@@ -434,29 +414,24 @@ class TestCompletions:
         assert letter is not None and tokenizer.token_name(letter) == "T"
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_long_echo_is_written_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
+    async def test_a_long_echo_is_written_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
         body = {**COMPLETION, "echo": True, "logprobs": 5, "prompt": [7] * 150, "stream": stream}
 
-        async def go() -> None:
-            nodes = pair(prefill=scored_first_token, decode=scored_story)
-            async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
-                workers = router.model.get().tokenizer.workers
-                may_go_on = threading.Event()
-                waiting = asyncio.create_task(
-                    workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(PATIENCE_S))
-                )
-                echoed = asyncio.create_task(client.post("/v1/completions", json=body))
-                await pairs[1].wait_for(Decode)
-                short = {**COMPLETION, "prompt": [7], "logprobs": None}
-                assert (await client.post("/v1/completions", json=short)).status_code == 200
-                assert not echoed.done()
-                may_go_on.set()
-                await waiting
-                answer = await echoed
-                choice = events(answer.text)[0]["choices"][0] if stream else answer.json()["choices"][0]
-                assert len(choice["logprobs"]["tokens"]) == 150 + (0 if stream else NUM_NEW)
-
-        asyncio.run(go())
+        nodes = pair(prefill=scored_first_token, decode=scored_story)
+        async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
+            workers = router.model.get().tokenizer.workers
+            may_go_on = threading.Event()
+            waiting = asyncio.create_task(workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(PATIENCE_S)))
+            echoed = asyncio.create_task(client.post("/v1/completions", json=body))
+            await pairs[1].wait_for(Decode)
+            short = {**COMPLETION, "prompt": [7], "logprobs": None}
+            assert (await client.post("/v1/completions", json=short)).status_code == 200
+            assert not echoed.done()
+            may_go_on.set()
+            await waiting
+            answer = await echoed
+            choice = events(answer.text)[0]["choices"][0] if stream else answer.json()["choices"][0]
+            assert len(choice["logprobs"]["tokens"]) == 150 + (0 if stream else NUM_NEW)
 
     @pytest.mark.parametrize("as_ids", [False, True])
     def test_echo(self, model_folder: Path, story: list[int], tokenizer: Tokenizer, as_ids: bool) -> None:
@@ -483,36 +458,30 @@ class TestCompletions:
         for name, expected in whole["choices"][0]["logprobs"].items():
             assert list(itertools.chain(*(choice["logprobs"][name] for choice in choices))) == expected
 
-    def test_echo_without_logprobs(self, model_folder: Path) -> None:
-        async def go() -> None:
-            async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-                body = {"prompt": ["ab", "cd"], "max_tokens": 2, "echo": True, "n": 2}
-                answer = (await client.post("/v1/completions", json=body)).json()
-                assert [choice["text"][:2] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
-                assert {choice["logprobs"] for choice in answer["choices"]} == {None}
-
-        asyncio.run(go())
+    async def test_echo_without_logprobs(self, model_folder: Path) -> None:
+        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+            body = {"prompt": ["ab", "cd"], "max_tokens": 2, "echo": True, "n": 2}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            assert [choice["text"][:2] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
+            assert {choice["logprobs"] for choice in answer["choices"]} == {None}
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_penalties_and_biases_reach_the_nodes(model_folder: Path, path: str) -> None:
-    async def go() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            sampling = {
-                "frequency_penalty": 0.5,
-                "presence_penalty": -2,
-                "repetition_penalty": 1.25,
-                "logit_bias": {"17": -100, "3": 2.5},
-            }
-            max_tokens = {"max_new_tokens": 2}
-            native_body = {"text": "a", "sampling_params": {**sampling, **max_tokens}}
-            body = native_body if path == "/generate" else {"prompt": "a", "max_tokens": 2, **sampling}
-            assert (await client.post(path, json=body)).status_code == 200
-            params = nodes[0].all(Prefill)[0].work.params
-            assert params == nodes[1].all(Decode)[0].work.params
-            assert params.frequency_penalty == 0.5
-            assert params.presence_penalty == -2.0
-            assert params.repetition_penalty == 1.25
-            assert params.logit_bias == (TokenBias(3, 2.5), TokenBias(17, -100.0))
-
-    asyncio.run(go())
+async def test_penalties_and_biases_reach_the_nodes(model_folder: Path, path: str) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        sampling = {
+            "frequency_penalty": 0.5,
+            "presence_penalty": -2,
+            "repetition_penalty": 1.25,
+            "logit_bias": {"17": -100, "3": 2.5},
+        }
+        max_tokens = {"max_new_tokens": 2}
+        native_body = {"text": "a", "sampling_params": {**sampling, **max_tokens}}
+        body = native_body if path == "/generate" else {"prompt": "a", "max_tokens": 2, **sampling}
+        assert (await client.post(path, json=body)).status_code == 200
+        params = nodes[0].all(Prefill)[0].work.params
+        assert params == nodes[1].all(Decode)[0].work.params
+        assert params.frequency_penalty == 0.5
+        assert params.presence_penalty == -2.0
+        assert params.repetition_penalty == 1.25
+        assert params.logit_bias == (TokenBias(3, 2.5), TokenBias(17, -100.0))

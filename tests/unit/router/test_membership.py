@@ -111,239 +111,200 @@ async def new_membership(
         context.destroy()
 
 
-def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
-    async def run() -> None:
-        names = SlowNames()
-        async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, events):
-            late = membership.dial("tcp://slow.example:7200", Role.DECODE, pinned=True)
+async def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
+    names = SlowNames()
+    async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, events):
+        late = membership.dial("tcp://slow.example:7200", Role.DECODE, pinned=True)
+        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+        assert late is not None
+        assert member is not None
+        await eventually(lambda: member.state is MemberState.ALIVE)
+        await eventually(lambda: late.state is MemberState.LOST)
+        assert late.reason == "slow.example does not resolve: no answer within 1 s"
+        assert member.state is MemberState.ALIVE
+        assert not events.lost
+    names.answers.set()
+
+
+async def test_live_nodes_are_sorted_when_one_changes_and_not_for_each_request() -> None:
+    async with (
+        FakeNode(Role.DECODE, "d0") as one,
+        FakeNode(Role.DECODE, "d1") as other,
+        new_membership() as (membership, _),
+    ):
+
+        def live() -> list[str]:
+            names = [node.ref.node_id for node in membership.live(Role.DECODE)]
+            every = [node.ref.node_id for node in membership.all_live()]
+            assert [name for name in every if name in names] == names
+            return names
+
+        members = {}
+        for node in (one, other):
             member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert late is not None
             assert member is not None
-            await eventually(lambda: member.state is MemberState.ALIVE)
-            await eventually(lambda: late.state is MemberState.LOST)
-            assert late.reason == "slow.example does not resolve: no answer within 1 s"
-            assert member.state is MemberState.ALIVE
-            assert not events.lost
-        names.answers.set()
-
-    asyncio.run(run())
-
-
-def test_live_nodes_are_sorted_when_one_changes_and_not_for_each_request() -> None:
-    async def run() -> None:
-        async with (
-            FakeNode(Role.DECODE, "d0") as one,
-            FakeNode(Role.DECODE, "d1") as other,
-            new_membership() as (membership, _),
-        ):
-
-            def live() -> list[str]:
-                names = [node.ref.node_id for node in membership.live(Role.DECODE)]
-                every = [node.ref.node_id for node in membership.all_live()]
-                assert [name for name in every if name in names] == names
-                return names
-
-            members = {}
-            for node in (one, other):
-                member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-                assert member is not None
-                members[node.ref.node_id] = member
-                await eventually(lambda node=node: node.ref.node_id in live())
-            assert live() == ["d0", "d1"]
-            assert membership.live(Role.DECODE) is membership.live(Role.DECODE)
-            membership.hold(members["d0"], "for a while")
-            assert live() == ["d1"] and len(membership.all_live()) == 2
-            membership.keep(members["d0"])
-            assert live() == ["d1", "d0"], "it is alive anew"
-            await membership.remove(members["d1"])
-            assert live() == ["d0"] and not membership.live(Role.PREFILL)
-
-    asyncio.run(run())
+            members[node.ref.node_id] = member
+            await eventually(lambda node=node: node.ref.node_id in live())
+        assert live() == ["d0", "d1"]
+        assert membership.live(Role.DECODE) is membership.live(Role.DECODE)
+        membership.hold(members["d0"], "for a while")
+        assert live() == ["d1"] and len(membership.all_live()) == 2
+        membership.keep(members["d0"])
+        assert live() == ["d1", "d0"], "it is alive anew"
+        await membership.remove(members["d1"])
+        assert live() == ["d0"] and not membership.live(Role.PREFILL)
 
 
-def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
+async def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
     """Else /health would call a fleet whole that has lost all its prefill nodes."""
 
-    async def run() -> None:
-        timing = dataclasses.replace(TIMING, forget_s=0.05)
-        async with (
-            FakeNode(Role.PREFILL, "p0") as one,
-            FakeNode(Role.PREFILL, "p1") as other,
-            new_membership(timing=timing) as (membership, events),
-        ):
-            for node in (one, other):
-                assert membership.dial(node.ref.address, Role.PREFILL, pinned=False) is not None
-            await eventually(lambda: len(membership.live(Role.PREFILL)) == 2)
-            await one.stop()
-            await eventually(lambda: len(membership.members) == 1)
-            await other.stop()
-            await eventually(lambda: events.lost == ["p0", "p1"])
-            await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
-            assert membership.expects(Role.PREFILL)
-
-    asyncio.run(run())
+    timing = dataclasses.replace(TIMING, forget_s=0.05)
+    async with (
+        FakeNode(Role.PREFILL, "p0") as one,
+        FakeNode(Role.PREFILL, "p1") as other,
+        new_membership(timing=timing) as (membership, events),
+    ):
+        for node in (one, other):
+            assert membership.dial(node.ref.address, Role.PREFILL, pinned=False) is not None
+        await eventually(lambda: len(membership.live(Role.PREFILL)) == 2)
+        await one.stop()
+        await eventually(lambda: len(membership.members) == 1)
+        await other.stop()
+        await eventually(lambda: events.lost == ["p0", "p1"])
+        await asyncio.sleep(4 * (timing.forget_s + timing.redial_s))
+        assert membership.expects(Role.PREFILL)
 
 
 @pytest.mark.parametrize("incarnation", ["a", "another"])
-def test_a_slow_node_answers_an_earlier_hello_too(incarnation: str) -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-            ref = msgspec.structs.replace(node.ref, incarnation=f"{node.ref.node_id}-{incarnation}")
-            node.before_hello = [NodeHello(ref, node.role, node.layout, node.limits, {}, PROTOCOL_VERSION)]
-            assert membership.dial(node.ref.address, Role.DECODE, pinned=True) is not None
-            if incarnation == "a":
-                await eventually(lambda: membership.live(Role.DECODE))
-                await asyncio.sleep(5 * TIMING.ping_s)
-                assert not events.lost and node.identities[1:] == []
-            else:
-                await eventually(lambda: events.lost)
-
-    asyncio.run(run())
+async def test_a_slow_node_answers_an_earlier_hello_too(incarnation: str) -> None:
+    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+        ref = msgspec.structs.replace(node.ref, incarnation=f"{node.ref.node_id}-{incarnation}")
+        node.before_hello = [NodeHello(ref, node.role, node.layout, node.limits, {}, PROTOCOL_VERSION)]
+        assert membership.dial(node.ref.address, Role.DECODE, pinned=True) is not None
+        if incarnation == "a":
+            await eventually(lambda: membership.live(Role.DECODE))
+            await asyncio.sleep(5 * TIMING.ping_s)
+            assert not events.lost and node.identities[1:] == []
+        else:
+            await eventually(lambda: events.lost)
 
 
-def test_a_name_is_looked_up_again_until_it_resolves() -> None:
-    async def run() -> None:
-        names = SlowNames()
-        async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, _):
-            names.unknown.add("moved.example")
-            address = node.ref.address.replace("127.0.0.1", "moved.example")
-            member = membership.dial(address, Role.DECODE, pinned=True)
-            assert member is not None
-            await eventually(lambda: member.state is MemberState.LOST)
-            assert member.reason == "moved.example does not resolve: Name or service not known"
-            names.unknown.clear()
-            await eventually(lambda: member.state is MemberState.ALIVE)
-
-    asyncio.run(run())
+async def test_a_name_is_looked_up_again_until_it_resolves() -> None:
+    names = SlowNames()
+    async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, _):
+        names.unknown.add("moved.example")
+        address = node.ref.address.replace("127.0.0.1", "moved.example")
+        member = membership.dial(address, Role.DECODE, pinned=True)
+        assert member is not None
+        await eventually(lambda: member.state is MemberState.LOST)
+        assert member.reason == "moved.example does not resolve: Name or service not known"
+        names.unknown.clear()
+        await eventually(lambda: member.state is MemberState.ALIVE)
 
 
-def test_a_node_that_says_nothing_more_is_not_loading() -> None:
-    async def run() -> None:
+async def test_a_node_that_says_nothing_more_is_not_loading() -> None:
+    async with new_membership() as (membership, _):
+        membership.on_announcement(Loading("d0", Role.DECODE, "loading weights", 0.5))
+        assert [message.node_id for message in membership.loading] == ["d0"]
+        why = "no decode node can serve this now: "
+        assert membership.why_none(Role.DECODE) == f"{why}d0 is loading (loading weights)"
+        assert membership.why_none(Role.PREFILL).endswith("there is none")
+        await eventually(lambda: not membership.loading)
+        assert membership.why_none(Role.DECODE) == f"{why}there is none"
+
+
+async def test_a_router_that_stops_says_so() -> None:
+    async with FakeNode(Role.DECODE) as node:
         async with new_membership() as (membership, _):
-            membership.on_announcement(Loading("d0", Role.DECODE, "loading weights", 0.5))
-            assert [message.node_id for message in membership.loading] == ["d0"]
-            why = "no decode node can serve this now: "
-            assert membership.why_none(Role.DECODE) == f"{why}d0 is loading (loading weights)"
-            assert membership.why_none(Role.PREFILL).endswith("there is none")
-            await eventually(lambda: not membership.loading)
-            assert membership.why_none(Role.DECODE) == f"{why}there is none"
-
-    asyncio.run(run())
-
-
-def test_a_router_that_stops_says_so() -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as node:
-            async with new_membership() as (membership, _):
-                member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-                assert member is not None
-                await eventually(lambda: member.state is MemberState.ALIVE)
-            await node.wait_for(Leaving)
-
-    asyncio.run(run())
+            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+            assert member is not None
+            await eventually(lambda: member.state is MemberState.ALIVE)
+        await node.wait_for(Leaving)
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_the_process_of_a_local_node_that_ended_without_an_error_has_not_crashed(code: int) -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert member is not None
-            await eventually(lambda: member.state is MemberState.ALIVE)
-            membership.node_exited(node.node_id, Role.DECODE, f"exited with code {code}", crashed=code != 0)
-            await eventually(lambda: bool(events.lost))
-            assert events.losses == [Loss.CRASHED if code else Loss.LEFT]
-
-    asyncio.run(run())
+async def test_the_process_of_a_local_node_that_ended_without_an_error_has_not_crashed(code: int) -> None:
+    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+        assert member is not None
+        await eventually(lambda: member.state is MemberState.ALIVE)
+        membership.node_exited(node.node_id, Role.DECODE, f"exited with code {code}", crashed=code != 0)
+        await eventually(lambda: bool(events.lost))
+        assert events.losses == [Loss.CRASHED if code else Loss.LEFT]
 
 
 @pytest.mark.parametrize("crashed", [False, True])
-def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert member is not None
-            await eventually(lambda: member.state is MemberState.ALIVE)
-            node.send(Leaving("it says why", crashed=crashed))
-            await eventually(lambda: bool(events.lost))
-            assert member.reason == "it says why"
-            assert events.losses == [Loss.CRASHED if crashed else Loss.LEFT]
-
-    asyncio.run(run())
+async def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None:
+    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+        assert member is not None
+        await eventually(lambda: member.state is MemberState.ALIVE)
+        node.send(Leaving("it says why", crashed=crashed))
+        await eventually(lambda: bool(events.lost))
+        assert member.reason == "it says why"
+        assert events.losses == [Loss.CRASHED if crashed else Loss.LEFT]
 
 
-def test_a_connection_that_is_closed_without_a_word_is_a_crash() -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert member is not None
-            await eventually(lambda: member.state is MemberState.ALIVE)
-            await node.stop()
-            await eventually(lambda: bool(events.lost))
-            assert events.losses == [Loss.CRASHED]
-
-    asyncio.run(run())
+async def test_a_connection_that_is_closed_without_a_word_is_a_crash() -> None:
+    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+        assert member is not None
+        await eventually(lambda: member.state is MemberState.ALIVE)
+        await node.stop()
+        await eventually(lambda: bool(events.lost))
+        assert events.losses == [Loss.CRASHED]
 
 
 @pytest.mark.parametrize("how", ["silent", "exited"])
-def test_a_connection_that_is_closed_after_a_silence_is_a_crash_only_if_the_process_has_ended(
+async def test_a_connection_that_is_closed_after_a_silence_is_a_crash_only_if_the_process_has_ended(
     how: str,
 ) -> None:
     timing = Timing(hello_s=1.0, redial_s=0.05, ping_s=60.0, node_timeout_s=0.2)
 
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as node, new_membership(timing=timing) as (membership, events):
-            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert member is not None
-            await eventually(lambda: member.node is not None)
-            live = member.node
-            assert live is not None
-            await eventually(lambda: live.liveness.is_silent(time.monotonic()))
-            if how == "exited":
-                membership.node_exited(node.node_id, Role.DECODE, "was killed by SIGSEGV", crashed=True)
-            else:
-                await node.stop()
-            await eventually(lambda: bool(events.lost))
-            assert events.losses == [Loss.CRASHED if how == "exited" else Loss.BROKEN]
-            assert live.link.lost.result() == (member.exited or "connection closed")
-
-    asyncio.run(run())
+    async with FakeNode(Role.DECODE) as node, new_membership(timing=timing) as (membership, events):
+        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+        assert member is not None
+        await eventually(lambda: member.node is not None)
+        live = member.node
+        assert live is not None
+        await eventually(lambda: live.liveness.is_silent(time.monotonic()))
+        if how == "exited":
+            membership.node_exited(node.node_id, Role.DECODE, "was killed by SIGSEGV", crashed=True)
+        else:
+            await node.stop()
+        await eventually(lambda: bool(events.lost))
+        assert events.losses == [Loss.CRASHED if how == "exited" else Loss.BROKEN]
+        assert live.link.lost.result() == (member.exited or "connection closed")
 
 
-def test_a_node_that_takes_no_messages_has_not_crashed() -> None:
-    async def run() -> None:
-        async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert member is not None
-            await eventually(lambda: member.node is not None)
-            live = member.node
-            assert live is not None
-            large = Cancel(ReqKey("r" * 4096, "1"))
-            while not live.link.lost.done():  # the fake node does not run meanwhile
-                live.send(large)
-            await eventually(lambda: bool(events.lost))
-            assert events.losses == [Loss.BROKEN] and "messages wait to be sent" in live.link.lost.result()
-
-    asyncio.run(run())
+async def test_a_node_that_takes_no_messages_has_not_crashed() -> None:
+    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
+        assert member is not None
+        await eventually(lambda: member.node is not None)
+        live = member.node
+        assert live is not None
+        large = Cancel(ReqKey("r" * 4096, "1"))
+        while not live.link.lost.done():  # the fake node does not run meanwhile
+            live.send(large)
+        await eventually(lambda: bool(events.lost))
+        assert events.losses == [Loss.BROKEN] and "messages wait to be sent" in live.link.lost.result()
 
 
-def test_a_node_that_is_refused_does_not_count_on_the_router() -> None:
+async def test_a_node_that_is_refused_does_not_count_on_the_router() -> None:
     """It would wait for that router when its role changes."""
 
-    async def run() -> None:
-        async with (
-            FakeNode(Role.DECODE) as node,
-            FakeNode(Role.DECODE, "other") as other,
-            new_membership() as (members, _),
-        ):
-            other.layout = msgspec.structs.replace(other.layout, fingerprint="another model")
-            assert members.dial(node.ref.address, Role.DECODE, pinned=True) is not None
-            await eventually(lambda: members.live(Role.DECODE))
-            assert members.dial(other.ref.address, Role.DECODE, pinned=True) is not None
-            await other.wait_for(Leaving)
-            assert not node.all(Leaving)
-
-    asyncio.run(run())
+    async with (
+        FakeNode(Role.DECODE) as node,
+        FakeNode(Role.DECODE, "other") as other,
+        new_membership() as (members, _),
+    ):
+        other.layout = msgspec.structs.replace(other.layout, fingerprint="another model")
+        assert members.dial(node.ref.address, Role.DECODE, pinned=True) is not None
+        await eventually(lambda: members.live(Role.DECODE))
+        assert members.dial(other.ref.address, Role.DECODE, pinned=True) is not None
+        await other.wait_for(Leaving)
+        assert not node.all(Leaving)
 
 
 @contextlib.contextmanager
@@ -366,39 +327,33 @@ def listening(node_id: str) -> Iterator[tuple[NodeRef, RouterPort]]:
 
 
 @pytest.mark.parametrize("host", ["alias.example", "127.0.0.2"])
-def test_a_node_with_two_addresses_keeps_one_connection(host: str) -> None:
+async def test_a_node_with_two_addresses_keeps_one_connection(host: str) -> None:
     """It answers a router where it was dialled last. That a name is an alias is known before a dial."""
     timing = dataclasses.replace(TIMING, node_timeout_s=0.5, redial_refused_s=0.3)
 
-    async def run() -> None:
-        with listening("d0") as (ref, port):
-            async with new_membership(SlowNames(), timing) as (members, events):
-                assert members.dial(ref.address, Role.DECODE, pinned=True) is not None
-                await eventually(lambda: members.live(Role.DECODE))
-                address = ref.address.replace("127.0.0.1", host)
-                other = members.dial(address, Role.DECODE, pinned=True)
-                assert other is not None
-                await eventually(lambda: other.state is MemberState.REFUSED)
-                assert other.reason == "node_id: d0 is already here, under another address"
-                await eventually(lambda: members.live(Role.DECODE))
-                await asyncio.sleep(4 * timing.node_timeout_s)
-                lost = [] if host == "alias.example" else [f"it was dialled as {address} too"]
-                assert events.reasons == lost
-                assert members.live(Role.DECODE)
-                assert not any(isinstance(heard.message, Leaving) for heard in port.take())
-
-    asyncio.run(run())
+    with listening("d0") as (ref, port):
+        async with new_membership(SlowNames(), timing) as (members, events):
+            assert members.dial(ref.address, Role.DECODE, pinned=True) is not None
+            await eventually(lambda: members.live(Role.DECODE))
+            address = ref.address.replace("127.0.0.1", host)
+            other = members.dial(address, Role.DECODE, pinned=True)
+            assert other is not None
+            await eventually(lambda: other.state is MemberState.REFUSED)
+            assert other.reason == "node_id: d0 is already here, under another address"
+            await eventually(lambda: members.live(Role.DECODE))
+            await asyncio.sleep(4 * timing.node_timeout_s)
+            lost = [] if host == "alias.example" else [f"it was dialled as {address} too"]
+            assert events.reasons == lost
+            assert members.live(Role.DECODE)
+            assert not any(isinstance(heard.message, Leaving) for heard in port.take())
 
 
-def test_an_address_that_another_node_has_now_is_dialled() -> None:
-    async def run() -> None:
-        with listening("d0") as (old, _), listening("d1") as (new, _):
-            async with new_membership() as (members, _):
-                assert members.dial(old.address, Role.DECODE, pinned=True) is not None
-                await eventually(lambda: members.live(Role.DECODE))
-                moved = members.dial(new.address, Role.DECODE, pinned=True)
-                assert moved is not None
-                moved.dialled, moved.incarnation = "tcp://127.0.0.2:1", old.incarnation
-                await eventually(lambda: len(members.live(Role.DECODE)) == 2)
-
-    asyncio.run(run())
+async def test_an_address_that_another_node_has_now_is_dialled() -> None:
+    with listening("d0") as (old, _), listening("d1") as (new, _):
+        async with new_membership() as (members, _):
+            assert members.dial(old.address, Role.DECODE, pinned=True) is not None
+            await eventually(lambda: members.live(Role.DECODE))
+            moved = members.dial(new.address, Role.DECODE, pinned=True)
+            assert moved is not None
+            moved.dialled, moved.incarnation = "tcp://127.0.0.2:1", old.incarnation
+            await eventually(lambda: len(members.live(Role.DECODE)) == 2)

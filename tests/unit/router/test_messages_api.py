@@ -138,8 +138,7 @@ def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments"),
-    [('{"city": "Zü', {"city": "Zü"}), ('{"city" 1', {"INVALID_JSON": '{"city" 1'})],
+    ("text", "arguments"), [('{"city": "Zü', {"city": "Zü"}), ('{"city" 1', {"INVALID_JSON": '{"city" 1'})]
 )
 def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict[str, Any]) -> None:
     async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
@@ -185,27 +184,21 @@ def test_errors_have_their_own_form(
     with_server(hermes, "fine", use)
 
 
-def test_a_failure_in_the_middle_of_a_stream(hermes: Path) -> None:
+async def test_a_failure_in_the_middle_of_a_stream(hermes: Path) -> None:
     async def fails(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, byte_level_tokenizer().encode("fi").ids)
         await asyncio.sleep(0.3)  # so that the stream has begun
         node.send(Failed(message.key, 400, "it broke", "seed"))
 
-    async def run() -> None:
-        first, _ = tells("fine")
-        async with (
-            pair(prefill=first, decode=fails) as nodes,
-            joined_router(hermes, list(nodes)) as (_, http),
-        ):
-            answer = await http.post("/v1/messages", json={**ASKED, "max_tokens": 9, "stream": True})
-            *_, last = answer.text.strip().split("\n\n")
-            name, data = last.split("\n")
-            told = json.loads(data.removeprefix("data: "))
-            assert name == "event: error" and told["type"] == "error" and told["error"]["message"]
-            answer = await http.post("/v1/responses", json={"input": "x", "stream": True})
-            *_, last = answer.text.strip().split("\n\n")
-            name, data = last.split("\n")
-            told = json.loads(data.removeprefix("data: "))
-            assert name == "event: error" and told["message"] and told["sequence_number"] > 1
-
-    asyncio.run(run())
+    first, _ = tells("fine")
+    async with pair(prefill=first, decode=fails) as nodes, joined_router(hermes, list(nodes)) as (_, http):
+        answer = await http.post("/v1/messages", json={**ASKED, "max_tokens": 9, "stream": True})
+        *_, last = answer.text.strip().split("\n\n")
+        name, data = last.split("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert name == "event: error" and told["type"] == "error" and told["error"]["message"]
+        answer = await http.post("/v1/responses", json={"input": "x", "stream": True})
+        *_, last = answer.text.strip().split("\n\n")
+        name, data = last.split("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert name == "event: error" and told["message"] and told["sequence_number"] > 1

@@ -63,86 +63,71 @@ def of_prompt(node: FakeNode, first_id: int) -> list[Prefill]:
     return [sent for sent in node.all(Prefill) if sent.work.input_ids[0] == first_id]
 
 
-def test_every_sampling_field_reaches_the_nodes_for_its_prompt_alone(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            body = {"input_ids": [[1, 2], [3]], "sampling_params": [EVERYTHING, None]}
-            answer = await client.put("/generate", json=body)
-            assert answer.status_code == 200
-            assert [len(a["output_ids"]) for a in answer.json()] == [3, 3, 128]
-            first, second = sorted((w.work.params for w in of_prompt(nodes[0], 1)), key=lambda p: p.seed)
-            assert first == SamplingParams(**SENT, seed=11)
-            assert second == SamplingParams(**SENT, seed=12)
-            (other,) = of_prompt(nodes[0], 3)
-            assert other.work.params == SamplingParams(seed=other.work.params.seed)
-
-    asyncio.run(run())
+async def test_every_sampling_field_reaches_the_nodes_for_its_prompt_alone(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        body = {"input_ids": [[1, 2], [3]], "sampling_params": [EVERYTHING, None]}
+        answer = await client.put("/generate", json=body)
+        assert answer.status_code == 200
+        assert [len(a["output_ids"]) for a in answer.json()] == [3, 3, 128]
+        first, second = sorted((w.work.params for w in of_prompt(nodes[0], 1)), key=lambda p: p.seed)
+        assert first == SamplingParams(**SENT, seed=11)
+        assert second == SamplingParams(**SENT, seed=12)
+        (other,) = of_prompt(nodes[0], 3)
+        assert other.work.params == SamplingParams(seed=other.work.params.seed)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-def test_prompts_of_a_batch_share_a_seed_only_if_it_was_given(model_folder: Path, seed: int | None) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            bodies = {
-                "/generate": {
-                    "text": ["a"] * 3,
-                    "sampling_params": {"max_new_tokens": 1, "sampling_seed": seed},
-                },
-                "/v1/completions": {"prompt": ["a"] * 3, "max_tokens": 1, "seed": seed},
-            }
-            for path, body in bodies.items():
-                assert (await client.post(path, json=body)).status_code == 200
-            seeds = [sent.work.params.seed for sent in nodes[0].all(Prefill)]
-            assert len(seeds) == 6
-            assert set(seeds) == {5} if seed is not None else len(set(seeds)) == 6
-
-    asyncio.run(run())
+async def test_prompts_of_a_batch_share_a_seed_only_if_it_was_given(
+    model_folder: Path, seed: int | None
+) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        bodies = {
+            "/generate": {"text": ["a"] * 3, "sampling_params": {"max_new_tokens": 1, "sampling_seed": seed}},
+            "/v1/completions": {"prompt": ["a"] * 3, "max_tokens": 1, "seed": seed},
+        }
+        for path, body in bodies.items():
+            assert (await client.post(path, json=body)).status_code == 200
+        seeds = [sent.work.params.seed for sent in nodes[0].all(Prefill)]
+        assert len(seeds) == 6
+        assert set(seeds) == {5} if seed is not None else len(set(seeds)) == 6
 
 
-def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            params = {"max_new_tokens": 1}
-            body = {"input_ids": [[1], [2]], "rid": ["a", "b"], "extra_key": ["x", None]}
-            answer = await client.post("/generate", json={**body, "sampling_params": params})
-            assert [a["meta_info"]["id"] for a in answer.json()] == ["a", "b"]
-            assert [of_prompt(nodes[0], i)[0].work.extra_key for i in (1, 2)] == ["x", ""]
-            body = {"input_ids": [[3], [4]], "rid": "batch", "extra_key": "tenant", "lora_path": [None, None]}
-            answer = await client.post("/generate", json={**body, "sampling_params": params})
-            assert [a["meta_info"]["id"] for a in answer.json()] == ["batch_0", "batch_1"]
-            assert {of_prompt(nodes[0], i)[0].work.extra_key for i in (3, 4)} == {"tenant"}
-
-    asyncio.run(run())
+async def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        params = {"max_new_tokens": 1}
+        body = {"input_ids": [[1], [2]], "rid": ["a", "b"], "extra_key": ["x", None]}
+        answer = await client.post("/generate", json={**body, "sampling_params": params})
+        assert [a["meta_info"]["id"] for a in answer.json()] == ["a", "b"]
+        assert [of_prompt(nodes[0], i)[0].work.extra_key for i in (1, 2)] == ["x", ""]
+        body = {"input_ids": [[3], [4]], "rid": "batch", "extra_key": "tenant", "lora_path": [None, None]}
+        answer = await client.post("/generate", json={**body, "sampling_params": params})
+        assert [a["meta_info"]["id"] for a in answer.json()] == ["batch_0", "batch_1"]
+        assert {of_prompt(nodes[0], i)[0].work.extra_key for i in (3, 4)} == {"tenant"}
 
 
-def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: Path) -> None:
-    async def run() -> None:
-        scripts = {"prefill": scored_unless_silent, "decode": scored_unless_silent}
-        async with pair(**scripts) as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            body = {
-                "input_ids": [[1, 2], [3, 4]],
-                "sampling_params": [{"max_new_tokens": 3, "n": 2}, {"max_new_tokens": 2}],
-                "return_logprob": [None, True],
-                "logprob_start_len": [0, 0],
-                "top_logprobs_num": [5, None],
-                "token_ids_logprob": [None, [7, 8]],
-                "stream": True,
-            }
-            *seen, done = events((await client.post("/generate", json=body)).text)
-            assert done == "[DONE]"
-            num_told: dict[int, int] = {}
-            for event in seen:
-                index, ids = event["index"], event["output_ids"]
-                assert len(ids) >= num_told.get(index, 0), "events are cumulative"
-                num_told[index] = len(ids)
-                names = {name for name in event["meta_info"] if "logprobs" in name}
-                scored = {
-                    f"{side}_token{what}_logprobs" for side in ("input", "output") for what in ("", "_ids")
-                }
-                assert names == (scored if index == 2 else set())
-            assert num_told == {0: 3, 1: 3, 2: 2}
-
-    asyncio.run(run())
+async def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: Path) -> None:
+    scripts = {"prefill": scored_unless_silent, "decode": scored_unless_silent}
+    async with pair(**scripts) as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        body = {
+            "input_ids": [[1, 2], [3, 4]],
+            "sampling_params": [{"max_new_tokens": 3, "n": 2}, {"max_new_tokens": 2}],
+            "return_logprob": [None, True],
+            "logprob_start_len": [0, 0],
+            "top_logprobs_num": [5, None],
+            "token_ids_logprob": [None, [7, 8]],
+            "stream": True,
+        }
+        *seen, done = events((await client.post("/generate", json=body)).text)
+        assert done == "[DONE]"
+        num_told: dict[int, int] = {}
+        for event in seen:
+            index, ids = event["index"], event["output_ids"]
+            assert len(ids) >= num_told.get(index, 0), "events are cumulative"
+            num_told[index] = len(ids)
+            names = {name for name in event["meta_info"] if "logprobs" in name}
+            scored = {f"{side}_token{what}_logprobs" for side in ("input", "output") for what in ("", "_ids")}
+            assert names == (scored if index == 2 else set())
+        assert num_told == {0: 3, 1: 3, 2: 2}
 
 
 async def scored_unless_silent(node: FakeNode, message: Prefill | Decode) -> None:
@@ -161,47 +146,41 @@ async def scored_unless_silent(node: FakeNode, message: Prefill | Decode) -> Non
         await scored_story(node, message)
 
 
-def test_aborting(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(decode=one_then_nothing) as nodes,
-            joined_router(model_folder, list(nodes)) as (_, client),
-        ):
-            nobody = await client.post("/abort_request", json={"rid": "nobody"})
-            assert nobody.status_code == 200 and nobody.json()["aborted"] == 0
-            assert (await client.post("/abort_request", json={"rid": ""})).status_code == 400
-            body = {"text": ["a", "b"], "rid": ["_x", "y"], "sampling_params": {"n": 2}}
-            asked = asyncio.create_task(client.post("/generate", json=body))
-            await nodes[1].wait_for(Decode, 4)
-            assert (await client.post("/abort_request", json={"rid": "y"})).json()["aborted"] == 2
-            everything = {"rid": "", "abort_all": True}
-            assert (await client.post("/abort_request", json=everything)).json()["aborted"] == 2
-            reasons = [a["meta_info"]["finish_reason"]["type"] for a in (await asked).json()]
-            assert reasons == ["abort"] * 4
-
-    asyncio.run(run())
+async def test_aborting(model_folder: Path) -> None:
+    async with (
+        pair(decode=one_then_nothing) as nodes,
+        joined_router(model_folder, list(nodes)) as (_, client),
+    ):
+        nobody = await client.post("/abort_request", json={"rid": "nobody"})
+        assert nobody.status_code == 200 and nobody.json()["aborted"] == 0
+        assert (await client.post("/abort_request", json={"rid": ""})).status_code == 400
+        body = {"text": ["a", "b"], "rid": ["_x", "y"], "sampling_params": {"n": 2}}
+        asked = asyncio.create_task(client.post("/generate", json=body))
+        await nodes[1].wait_for(Decode, 4)
+        assert (await client.post("/abort_request", json={"rid": "y"})).json()["aborted"] == 2
+        everything = {"rid": "", "abort_all": True}
+        assert (await client.post("/abort_request", json=everything)).json()["aborted"] == 2
+        reasons = [a["meta_info"]["finish_reason"]["type"] for a in (await asked).json()]
+        assert reasons == ["abort"] * 4
 
 
-def test_information_that_clients_ask_for(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            model = (await client.get("/get_model_info")).json()
-            assert {"model_path", "tokenizer_path", "vocab_size", "is_generation"} <= set(model)
-            assert (model["max_model_len"], model["weight_version"]) == (256, "default")
-            server = (await client.get("/get_server_info")).json()
-            assert (server["max_model_len"], server["context_length"], server["page_size"]) == (256, 256, 16)
-            for path in ("/tokenize", "/v1/tokenize"):
-                found = (await client.post(path, json={"prompt": "The quick"})).json()
-                assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 256
-            for path in ("/detokenize", "/v1/detokenize"):
-                ids = found["tokens"] * 1000  # in a thread
-                text = (await client.post(path, json={"tokens": ids})).json()["text"]
-                assert text == "The quick" * 1000
-
-    asyncio.run(run())
+async def test_information_that_clients_ask_for(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        model = (await client.get("/get_model_info")).json()
+        assert {"model_path", "tokenizer_path", "vocab_size", "is_generation"} <= set(model)
+        assert (model["max_model_len"], model["weight_version"]) == (256, "default")
+        server = (await client.get("/get_server_info")).json()
+        assert (server["max_model_len"], server["context_length"], server["page_size"]) == (256, 256, 16)
+        for path in ("/tokenize", "/v1/tokenize"):
+            found = (await client.post(path, json={"prompt": "The quick"})).json()
+            assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 256
+        for path in ("/detokenize", "/v1/detokenize"):
+            ids = found["tokens"] * 1000  # in a thread
+            text = (await client.post(path, json={"tokens": ids})).json()["text"]
+            assert text == "The quick" * 1000
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_folder: Path) -> None:
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_folder: Path) -> None:
     longest = max(map(len, byte_level_tokenizer().get_vocab()))
     most = 256 * longest
     part = f"has {most + 1} characters, more than 256 tokens of at most {longest} can hold"
@@ -214,38 +193,29 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_folder: 
         },
     }
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for path, body in bodies.items():
-                refused = await client.post(path, json=body)
-                assert refused.status_code == 400
-                assert part in refused.json()["error"]["message"]
-            fits = await client.post("/generate", json={"text": long[:-1]})
-            assert "tokens, which leaves no room" in fits.json()["error"]["message"]
-
-    asyncio.run(run())
-
-
-def test_a_body_of_nothing_but_lists_is_not_decoded(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            tiny = b'{"input_ids": [' + b"[1]," * (1 << 18) + b"[1]]}"
-            refused = await client.post("/generate", content=tiny)
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for path, body in bodies.items():
+            refused = await client.post(path, json=body)
             assert refused.status_code == 400
-            assert "more than 262144 lists and objects" in refused.json()["error"]["message"]
+            assert part in refused.json()["error"]["message"]
+        fits = await client.post("/generate", json={"text": long[:-1]})
+        assert "tokens, which leaves no room" in fits.json()["error"]["message"]
 
-    asyncio.run(run())
+
+async def test_a_body_of_nothing_but_lists_is_not_decoded(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        tiny = b'{"input_ids": [' + b"[1]," * (1 << 18) + b"[1]]}"
+        refused = await client.post("/generate", content=tiny)
+        assert refused.status_code == 400
+        assert "more than 262144 lists and objects" in refused.json()["error"]["message"]
 
 
-def test_a_template_that_runs_too_deep_is_a_bad_request(tmp_path: Path) -> None:
+async def test_a_template_that_runs_too_deep_is_a_bad_request(tmp_path: Path) -> None:
     template = "{% macro f(x) %}{{ f([x]) }}{% endmacro %}{{ f(messages) }}"
     folder = write_model(tmp_path / "model", chat_template=template)
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(folder, list(nodes)) as (_, client):
-            body = {"messages": [{"role": "user", "content": "x"}]}
-            refused = await client.post("/v1/chat/completions", json=body)
-            assert refused.status_code == 400
-            assert "chat template" in refused.json()["error"]["message"]
-
-    asyncio.run(run())
+    async with pair() as nodes, joined_router(folder, list(nodes)) as (_, client):
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        refused = await client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert "chat template" in refused.json()["error"]["message"]

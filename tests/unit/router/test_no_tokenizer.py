@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
 from typing import cast
@@ -35,24 +34,21 @@ def test_logprobs_name_tokens_by_their_ids() -> None:
     assert Tokenizer(None).token_text(7) == "token_id:7"
 
 
-def test_token_ids_are_answered_with_token_ids(bare_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair() as (prefill, decode),
-            joined_router(bare_folder, [prefill, decode], http=SKIP) as (_, client),
-        ):
-            body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}
-            answer = (await client.post("/generate", json=body)).json()
-            assert answer["output_ids"] == prefill.story[:5]
-            assert answer["text"] == ""
-            streamed = await client.post("/generate", json={**body, "stream": True})
-            last = cast(dict[str, object], events(streamed.text)[-2])
-            assert (last["output_ids"], last["text"]) == (prefill.story[:5], "")
-            completion = await client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 5})
-            assert completion.json()["choices"][0]["text"] == ""
-            assert completion.json()["usage"]["completion_tokens"] == 5
-
-    asyncio.run(run())
+async def test_token_ids_are_answered_with_token_ids(bare_folder: Path) -> None:
+    async with (
+        pair() as (prefill, decode),
+        joined_router(bare_folder, [prefill, decode], http=SKIP) as (_, client),
+    ):
+        body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}
+        answer = (await client.post("/generate", json=body)).json()
+        assert answer["output_ids"] == prefill.story[:5]
+        assert answer["text"] == ""
+        streamed = await client.post("/generate", json={**body, "stream": True})
+        last = cast(dict[str, object], events(streamed.text)[-2])
+        assert (last["output_ids"], last["text"]) == (prefill.story[:5], "")
+        completion = await client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 5})
+        assert completion.json()["choices"][0]["text"] == ""
+        assert completion.json()["usage"]["completion_tokens"] == 5
 
 
 @pytest.mark.parametrize(
@@ -70,16 +66,13 @@ def test_token_ids_are_answered_with_token_ids(bare_folder: Path) -> None:
         ("/generate", {"input_ids": [5], "sampling_params": {"stop_regex": "a+"}}, "a stop string needs a"),
     ],
 )
-def test_what_needs_a_tokenizer_is_refused(
+async def test_what_needs_a_tokenizer_is_refused(
     bare_folder: Path, path: str, body: dict[str, object], reason: str
 ) -> None:
-    async def run() -> None:
-        async with (
-            pair() as (prefill, decode),
-            joined_router(bare_folder, [prefill, decode], http=SKIP) as (_, client),
-        ):
-            response = await client.post(path, json=body)
-            assert response.status_code == 400
-            assert reason in response.text
-
-    asyncio.run(run())
+    async with (
+        pair() as (prefill, decode),
+        joined_router(bare_folder, [prefill, decode], http=SKIP) as (_, client),
+    ):
+        response = await client.post(path, json=body)
+        assert response.status_code == 400
+        assert reason in response.text

@@ -153,9 +153,6 @@ def test_scoring_as_lm_eval_asks(model_folder: Path, max_tokens: int) -> None:
     assert answer["usage"]["completion_tokens"] == 2 * max_tokens
 
 
-def test_models_are_of_the_clients_types(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            check(Model, (await client.get("/v1/models/tiny")).json())
-
-    asyncio.run(run())
+async def test_models_are_of_the_clients_types(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        check(Model, (await client.get("/v1/models/tiny")).json())

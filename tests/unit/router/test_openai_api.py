@@ -34,147 +34,123 @@ def client_of(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
 
 
-def test_chat(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
-            async with client_of(http) as client:
-                answer = await client.chat.completions.create(
-                    model="tiny", messages=MESSAGES, max_completion_tokens=9, temperature=0, seed=5, n=2
-                )
-            assert [choice.message.content for choice in answer.choices] == [story(9)] * 2
-            assert answer.choices[0].finish_reason == "length"
-            assert answer.object == "chat.completion" and answer.model == "tiny"
-            sent = nodes[0].all(Prefill)
-            prompt = "<|system|>be brief<|user|>tell me a story<|assistant|>"
-            assert list(sent[0].work.input_ids) == byte_level_tokenizer().encode(prompt).ids
-            assert sorted(s.work.params.seed for s in sent) == [5, 6]
-            usage = answer.usage
-            assert usage is not None and usage.prompt_tokens == len(sent[0].work.input_ids)
-            assert usage.completion_tokens == 18 and usage.prompt_tokens_details.cached_tokens == 2
-            assert usage.total_tokens == usage.prompt_tokens + 18
-
-    asyncio.run(run())
+async def test_chat(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+        async with client_of(http) as client:
+            answer = await client.chat.completions.create(
+                model="tiny", messages=MESSAGES, max_completion_tokens=9, temperature=0, seed=5, n=2
+            )
+        assert [choice.message.content for choice in answer.choices] == [story(9)] * 2
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.object == "chat.completion" and answer.model == "tiny"
+        sent = nodes[0].all(Prefill)
+        prompt = "<|system|>be brief<|user|>tell me a story<|assistant|>"
+        assert list(sent[0].work.input_ids) == byte_level_tokenizer().encode(prompt).ids
+        assert sorted(s.work.params.seed for s in sent) == [5, 6]
+        usage = answer.usage
+        assert usage is not None and usage.prompt_tokens == len(sent[0].work.input_ids)
+        assert usage.completion_tokens == 18 and usage.prompt_tokens_details.cached_tokens == 2
+        assert usage.total_tokens == usage.prompt_tokens + 18
 
 
 @pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
-def test_what_matched_stays_by_either_name(model_folder: Path, name: str) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            for keep in (False, True):
-                body = {"prompt": "a", "max_tokens": 12, "stop": "fox", name: keep}
-                (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
-                assert choice["matched_stop"] == "fox"
-                assert choice["text"].endswith("fox") == keep
-
-    asyncio.run(run())
+async def test_what_matched_stays_by_either_name(model_folder: Path, name: str) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        for keep in (False, True):
+            body = {"prompt": "a", "max_tokens": 12, "stop": "fox", name: keep}
+            (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+            assert choice["matched_stop"] == "fox"
+            assert choice["text"].endswith("fox") == keep
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
-            body = {
-                "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-                "max_tokens": 12,
-                "stream": True,
-                "stream_options": {"include_usage": include_usage},
-                "stop": "fox",
-            }
-            *chunks, done = events((await http.post("/v1/chat/completions", json=body)).text)
-            assert done == "[DONE]"
-            assert [chunk["choices"] == [] for chunk in chunks] == [False] * (len(chunks) - include_usage) + [
-                True
-            ] * include_usage
-            if include_usage:
-                assert chunks.pop()["usage"]["completion_tokens"] > 0
-            assert all("usage" not in chunk for chunk in chunks)
-            opening = {"role": "assistant", "content": "", "refusal": None}
-            assert chunks[0]["choices"][0]["delta"] == opening
-            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
-            assert text == "The quick brown "
-            last = chunks[-1]["choices"][0]
-            assert (last["finish_reason"], last["matched_stop"]) == ("stop", "fox")
-            assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
-            assert len({chunk["id"] for chunk in chunks}) == 1
-
-    asyncio.run(run())
+async def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+        body = {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+            "max_tokens": 12,
+            "stream": True,
+            "stream_options": {"include_usage": include_usage},
+            "stop": "fox",
+        }
+        *chunks, done = events((await http.post("/v1/chat/completions", json=body)).text)
+        assert done == "[DONE]"
+        assert [chunk["choices"] == [] for chunk in chunks] == [False] * (len(chunks) - include_usage) + [
+            True
+        ] * include_usage
+        if include_usage:
+            assert chunks.pop()["usage"]["completion_tokens"] > 0
+        assert all("usage" not in chunk for chunk in chunks)
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        assert chunks[0]["choices"][0]["delta"] == opening
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        assert text == "The quick brown "
+        last = chunks[-1]["choices"][0]
+        assert (last["finish_reason"], last["matched_stop"]) == ("stop", "fox")
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+        assert len({chunk["id"] for chunk in chunks}) == 1
 
 
 @pytest.mark.parametrize(
     ("prompt", "num_prompts"), [("hi", 1), (["a", "b"], 2), ([1, 2, 3], 1), ([[1, 2], [3]], 2)]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_completion_prompts(model_folder: Path, prompt: object, num_prompts: int, stream: bool) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
-            body = {"prompt": prompt, "n": 2, "max_tokens": 5, "stream": stream}
-            response = await http.post("/v1/completions", json=body)
-            assert response.status_code == 200
-            texts = dict.fromkeys(range(2 * num_prompts), "")
-            for part in events(response.text)[:-1] if stream else [response.json()]:
-                for choice in part["choices"]:
-                    texts[choice["index"]] += choice["text"]
-            assert texts == dict.fromkeys(range(2 * num_prompts), story(5))
-
-    asyncio.run(run())
+async def test_completion_prompts(model_folder: Path, prompt: object, num_prompts: int, stream: bool) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+        body = {"prompt": prompt, "n": 2, "max_tokens": 5, "stream": stream}
+        response = await http.post("/v1/completions", json=body)
+        assert response.status_code == 200
+        texts = dict.fromkeys(range(2 * num_prompts), "")
+        for part in events(response.text)[:-1] if stream else [response.json()]:
+            for choice in part["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == dict.fromkeys(range(2 * num_prompts), story(5))
 
 
-def test_extensions_reach_the_nodes(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
-            async with client_of(http) as client:
-                extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 7, "min_p": 0.1, "rid": "mine"}
-                answer = await client.completions.create(
-                    model="tiny", prompt="hi", max_tokens=4, top_p=0.5, temperature=0.7, extra_body=extra
-                )
-            params = nodes[1].all(Decode)[0].work.params
-            assert (params.ignore_eos, params.min_new_tokens, params.top_k, params.min_p) == (True, 2, 7, 0.1)
-            assert (params.top_p, params.temperature, params.max_new_tokens) == (0.5, 0.7, 4)
-            assert answer.id == "mine"
-            await http.post("/v1/completions", json={"prompt": "hi"})
-            assert nodes[1].all(Decode)[1].work.params.max_new_tokens == 16  # OpenAI's default
-
-    asyncio.run(run())
+async def test_extensions_reach_the_nodes(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+        async with client_of(http) as client:
+            extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 7, "min_p": 0.1, "rid": "mine"}
+            answer = await client.completions.create(
+                model="tiny", prompt="hi", max_tokens=4, top_p=0.5, temperature=0.7, extra_body=extra
+            )
+        params = nodes[1].all(Decode)[0].work.params
+        assert (params.ignore_eos, params.min_new_tokens, params.top_k, params.min_p) == (True, 2, 7, 0.1)
+        assert (params.top_p, params.temperature, params.max_new_tokens) == (0.5, 0.7, 4)
+        assert answer.id == "mine"
+        await http.post("/v1/completions", json={"prompt": "hi"})
+        assert nodes[1].all(Decode)[1].work.params.max_new_tokens == 16  # OpenAI's default
 
 
 @pytest.mark.parametrize("rid", [None, "mine"])
-def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None) -> None:
-    async def run() -> None:
-        async with (
-            pair(decode=one_then_nothing) as nodes,
-            joined_router(model_folder, list(nodes)) as (_, http),
-        ):
-            body = {"prompt": ["a", "b"], "stream": True, "rid": rid, "extra_key": "tenant"}
-            async with http.stream("POST", "/v1/completions", json=body) as response:
-                lines = (line async for line in response.aiter_lines() if line)
-                first = json.loads((await anext(lines)).removeprefix("data: "))
-                assert first["id"] == rid or rid is None
-                await nodes[1].wait_for(Decode, 2)
-                aborted = await http.post("/abort_request", json={"rid": first["id"]})
-                assert aborted.json()["aborted"] == 2
-                *_, last, done = [line async for line in lines]
-            assert done == "data: [DONE]" and '"finish_reason":"abort"' in last
-            assert {sent.work.extra_key for sent in nodes[1].all(Decode)} == {"tenant"}
-
-    asyncio.run(run())
+async def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None) -> None:
+    async with pair(decode=one_then_nothing) as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+        body = {"prompt": ["a", "b"], "stream": True, "rid": rid, "extra_key": "tenant"}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = (line async for line in response.aiter_lines() if line)
+            first = json.loads((await anext(lines)).removeprefix("data: "))
+            assert first["id"] == rid or rid is None
+            await nodes[1].wait_for(Decode, 2)
+            aborted = await http.post("/abort_request", json={"rid": first["id"]})
+            assert aborted.json()["aborted"] == 2
+            *_, last, done = [line async for line in lines]
+        assert done == "data: [DONE]" and '"finish_reason":"abort"' in last
+        assert {sent.work.extra_key for sent in nodes[1].all(Decode)} == {"tenant"}
 
 
-def test_models(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes)) as (_, http),
-            client_of(http) as client,
-        ):
-            listed = await client.models.list()
-            assert [model.id for model in listed.data] == ["tiny"]
-            assert (await client.models.retrieve("tiny")).max_model_len == 256  # type: ignore[attr-defined]
-            with pytest.raises(openai.NotFoundError, match="does not exist"):
-                await client.models.retrieve("gpt-9")
-            with pytest.raises(openai.NotFoundError):
-                await client.completions.create(model="gpt-9", prompt="hi")
-
-    asyncio.run(run())
+async def test_models(model_folder: Path) -> None:
+    async with (
+        pair() as nodes,
+        joined_router(model_folder, list(nodes)) as (_, http),
+        client_of(http) as client,
+    ):
+        listed = await client.models.list()
+        assert [model.id for model in listed.data] == ["tiny"]
+        assert (await client.models.retrieve("tiny")).max_model_len == 256  # type: ignore[attr-defined]
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await client.models.retrieve("gpt-9")
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="gpt-9", prompt="hi")
 
 
 def test_chat_templates(tmp_path: Path) -> None:

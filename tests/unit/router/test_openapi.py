@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -133,22 +132,19 @@ def template(path: str) -> str:
     return path
 
 
-def test_answers_have_the_described_shapes(model_folder: Path) -> None:
-    async def run() -> None:
-        async with described(model_folder) as (document, client):
-            for method, path, body, status in CALLS:
-                response = await client.request(method, path, json=body)
-                assert response.status_code == status, (method, path, body, response.text)
-                document.check(method, template(path), response)
-                if body is not None and status == 200:
-                    document.check_body(method, template(path), body)
-            async with client.stream("GET", "/live") as feed:  # it has no end
-                first = await anext(line async for line in feed.aiter_lines() if line.startswith("data: "))
-            document.fits(document.events("GET", "/live"), json.loads(first.removeprefix("data: ")))
-            called = {(method, template(path)) for method, path, *_ in CALLS} | {("GET", "/live")}
-            assert called == set(document.operations())
-
-    asyncio.run(run())
+async def test_answers_have_the_described_shapes(model_folder: Path) -> None:
+    async with described(model_folder) as (document, client):
+        for method, path, body, status in CALLS:
+            response = await client.request(method, path, json=body)
+            assert response.status_code == status, (method, path, body, response.text)
+            document.check(method, template(path), response)
+            if body is not None and status == 200:
+                document.check_body(method, template(path), body)
+        async with client.stream("GET", "/live") as feed:  # it has no end
+            first = await anext(line async for line in feed.aiter_lines() if line.startswith("data: "))
+        document.fits(document.events("GET", "/live"), json.loads(first.removeprefix("data: ")))
+        called = {(method, template(path)) for method, path, *_ in CALLS} | {("GET", "/live")}
+        assert called == set(document.operations())
 
 
 def references(value: object) -> set[str]:
@@ -160,64 +156,51 @@ def references(value: object) -> set[str]:
     return own.union(*map(references, value.values()))
 
 
-def test_the_document_is_whole(model_folder: Path) -> None:
-    async def run() -> None:
-        async with described(model_folder) as (document, client):
-            schemas = document.document["components"]["schemas"]
-            referred = references(document.document)
-            assert referred == {f"#/components/schemas/{name}" for name in schemas}
-            for schema in schemas.values():
-                jsonschema_rs.validator_for({"components": document.document["components"], **schema})
-            for method, path in document.operations():
-                operation = document.operation(method, path)
-                assert operation["summary"] and operation["tags"] and operation["operationId"]
-                assert "security" not in operation
-                for status, response in operation["responses"].items():
-                    assert response["description"]
-                    media = response["content"].get("application/json", {})
-                    assert media.get("schema") or status == "200"
-                    assert status != "422"
-                    if "example" in media:
-                        document.fits(media["schema"], media["example"])
-                if "requestBody" in operation:
-                    schema = operation["requestBody"]["content"]["application/json"]["schema"]
-                    reference = schema.get("$ref") or schema["anyOf"][0]["$ref"]  # one that may be left out
-                    for example in schemas[reference.rpartition("/")[2]].get("examples", ()):
-                        document.check_body(method, path, example)
-            for page in ("/docs", "/redoc"):  # FastAPI's load scripts from elsewhere
-                assert (await client.get(page)).status_code == 404
-
-    asyncio.run(run())
+async def test_the_document_is_whole(model_folder: Path) -> None:
+    async with described(model_folder) as (document, client):
+        schemas = document.document["components"]["schemas"]
+        referred = references(document.document)
+        assert referred == {f"#/components/schemas/{name}" for name in schemas}
+        for schema in schemas.values():
+            jsonschema_rs.validator_for({"components": document.document["components"], **schema})
+        for method, path in document.operations():
+            operation = document.operation(method, path)
+            assert operation["summary"] and operation["tags"] and operation["operationId"]
+            assert "security" not in operation
+            for status, response in operation["responses"].items():
+                assert response["description"]
+                media = response["content"].get("application/json", {})
+                assert media.get("schema") or status == "200"
+                assert status != "422"
+                if "example" in media:
+                    document.fits(media["schema"], media["example"])
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                reference = schema.get("$ref") or schema["anyOf"][0]["$ref"]  # one that may be left out
+                for example in schemas[reference.rpartition("/")[2]].get("examples", ()):
+                    document.check_body(method, path, example)
+        for page in ("/docs", "/redoc"):  # FastAPI's load scripts from elsewhere
+            assert (await client.get(page)).status_code == 404
 
 
-def test_an_answer_that_is_not_described_is_noticed(model_folder: Path) -> None:
-    async def run() -> None:
-        async with described(model_folder) as (document, client):
-            card = (await client.get("/v1/models/tiny")).json()
-            schema = document.operation("GET", "/v1/models/{model_id}")["responses"]["200"]["content"]
-            schema = schema["application/json"]["schema"]
-            document.fits(schema, card)
-            for wrong in (
-                card | {"new": 1},
-                card | {"id": 5},
-                {k: v for k, v in card.items() if k != "root"},
-            ):
-                with pytest.raises(jsonschema_rs.ValidationError):
-                    document.fits(schema, wrong)
-
-    asyncio.run(run())
+async def test_an_answer_that_is_not_described_is_noticed(model_folder: Path) -> None:
+    async with described(model_folder) as (document, client):
+        card = (await client.get("/v1/models/tiny")).json()
+        schema = document.operation("GET", "/v1/models/{model_id}")["responses"]["200"]["content"]
+        schema = schema["application/json"]["schema"]
+        document.fits(schema, card)
+        for wrong in (card | {"new": 1}, card | {"id": 5}, {k: v for k, v in card.items() if k != "root"}):
+            with pytest.raises(jsonschema_rs.ValidationError):
+                document.fits(schema, wrong)
 
 
-def test_keys_are_described_where_there_are_some(model_folder: Path) -> None:
-    async def run() -> None:
-        async with described(model_folder, key="secret") as (document, client):
-            scheme = {"key": {"type": "http", "scheme": "bearer"}}
-            assert document.document["components"]["securitySchemes"] == scheme
-            for method, path in document.operations():
-                expected = [] if path == "/health" else [{"key": []}]
-                assert document.operation(method, path)["security"] == expected
-            refused = await client.get("/v1/models")
-            assert refused.status_code == 401
-            document.check("GET", "/v1/models", refused)
-
-    asyncio.run(run())
+async def test_keys_are_described_where_there_are_some(model_folder: Path) -> None:
+    async with described(model_folder, key="secret") as (document, client):
+        scheme = {"key": {"type": "http", "scheme": "bearer"}}
+        assert document.document["components"]["securitySchemes"] == scheme
+        for method, path in document.operations():
+            expected = [] if path == "/health" else [{"key": []}]
+            assert document.operation(method, path)["security"] == expected
+        refused = await client.get("/v1/models")
+        assert refused.status_code == 401
+        document.check("GET", "/v1/models", refused)

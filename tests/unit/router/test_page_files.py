@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import tomllib
 from pathlib import Path
@@ -24,36 +23,28 @@ def test_every_file_of_the_folder_is_served_and_packaged() -> None:
     assert "page/*" in project["tool"]["setuptools"]["package-data"]["router"]
 
 
-def test_files_come_typed_guarded_and_cheaply_again(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, api_keys=("secret",))  # the page itself needs no key
-        async with (
-            FakeNode(Role.DECODE) as node,
-            joined_router(model_folder, [node], http=http, wait=False) as (
-                _,
-                client,
-            ),
-        ):
-            for path in sorted(PAGE_PATHS):
-                response = await client.get(path)
-                suffix = "/" if path == "/" else Path(path).suffix
-                assert response.status_code == 200 and response.content, path
-                assert response.headers["content-type"].startswith(TYPES[suffix])
-                assert response.headers["cache-control"] == "no-cache"
-                assert response.headers["x-content-type-options"] == "nosniff"
-                assert "default-src 'self'" in response.headers["content-security-policy"]
-                again = await client.get(
-                    path, headers={"If-None-Match": f'"x", W/{response.headers["etag"]}'}
-                )
-                assert (again.status_code, again.content) == (304, b"")
-                changed = await client.get(path, headers={"If-None-Match": '"another"'})
-                assert changed.content == response.content
-                head = await client.head(path)
-                assert head.headers["content-length"] == str(len(response.content)) and not head.content
-            assert (await client.get("/page/index.html", headers=KEY)).status_code == 404
-            assert (await client.get("/page/../app.py", headers=KEY)).status_code == 404
-
-    asyncio.run(run())
+async def test_files_come_typed_guarded_and_cheaply_again(model_folder: Path) -> None:
+    http = HttpOptions(port=0, api_keys=("secret",))  # the page itself needs no key
+    async with (
+        FakeNode(Role.DECODE) as node,
+        joined_router(model_folder, [node], http=http, wait=False) as (_, client),
+    ):
+        for path in sorted(PAGE_PATHS):
+            response = await client.get(path)
+            suffix = "/" if path == "/" else Path(path).suffix
+            assert response.status_code == 200 and response.content, path
+            assert response.headers["content-type"].startswith(TYPES[suffix])
+            assert response.headers["cache-control"] == "no-cache"
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert "default-src 'self'" in response.headers["content-security-policy"]
+            again = await client.get(path, headers={"If-None-Match": f'"x", W/{response.headers["etag"]}'})
+            assert (again.status_code, again.content) == (304, b"")
+            changed = await client.get(path, headers={"If-None-Match": '"another"'})
+            assert changed.content == response.content
+            head = await client.head(path)
+            assert head.headers["content-length"] == str(len(response.content)) and not head.content
+        assert (await client.get("/page/index.html", headers=KEY)).status_code == 404
+        assert (await client.get("/page/../app.py", headers=KEY)).status_code == 404
 
 
 KEY = {"Authorization": "Bearer secret"}

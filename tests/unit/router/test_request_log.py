@@ -51,74 +51,61 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
     assert SECRET not in caplog.text and "brown" not in caplog.text  # neither prompts nor outputs
 
 
-def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
-            before = len(told.events)
-            await client.post("/generate", json=BODY, headers={"x-request-id": "trace"})
-            event = await told.last(before + 1)
-            times = {name: float(event.pop(name)) for name in ("ttft_s", "e2e_s", "queue_s")}
-            assert 0 < times["ttft_s"] <= times["e2e_s"] < 10
-            assert times["queue_s"] == 0.5  # as the prefill node has stamped it
-            assert 0 < int(prompt_tokens := event.pop("prompt_tokens")) < BLOCK_TOKENS
-            assert abs(int(event.pop("arrived_ms")) / 1e3 - time.time()) < 60
-            assert event.pop("prompt_lens") == prompt_tokens
-            assert event.pop("router") == router.incarnation and event.pop("req").isdigit()
-            assert event == {
-                "request_id": "trace",
-                "route": "POST /generate",
-                "status": "200",
-                "rid": "trace",
-                "attempt": "0",
-                "sequences": "1",
-                "completion_tokens": "5",
-                "output_lens": "5",
-                "cached_tokens": "2",
-                "finish": "length",
-                "nodes": "decode-0,prefill-0",
-            }
-            chat = {
-                "messages": [{"role": "user", "content": SECRET}],
-                "n": 2,
-                "max_tokens": 3,
-                "stream": True,
-            }
-            response = await client.post("/v1/chat/completions", json=chat)
-            event = await told.last(before + 2)
-            assert event["route"] == "POST /v1/chat/completions" and event["rid"].startswith("chatcmpl-")
-            assert (event["sequences"], event["completion_tokens"], event["cached_tokens"]) == ("2", "6", "2")
-            assert event["request_id"] == response.headers["x-request-id"]
-
-    asyncio.run(run())
+async def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
+        before = len(told.events)
+        await client.post("/generate", json=BODY, headers={"x-request-id": "trace"})
+        event = await told.last(before + 1)
+        times = {name: float(event.pop(name)) for name in ("ttft_s", "e2e_s", "queue_s")}
+        assert 0 < times["ttft_s"] <= times["e2e_s"] < 10
+        assert times["queue_s"] == 0.5  # as the prefill node has stamped it
+        assert 0 < int(prompt_tokens := event.pop("prompt_tokens")) < BLOCK_TOKENS
+        assert abs(int(event.pop("arrived_ms")) / 1e3 - time.time()) < 60
+        assert event.pop("prompt_lens") == prompt_tokens
+        assert event.pop("router") == router.incarnation and event.pop("req").isdigit()
+        assert event == {
+            "request_id": "trace",
+            "route": "POST /generate",
+            "status": "200",
+            "rid": "trace",
+            "attempt": "0",
+            "sequences": "1",
+            "completion_tokens": "5",
+            "output_lens": "5",
+            "cached_tokens": "2",
+            "finish": "length",
+            "nodes": "decode-0,prefill-0",
+        }
+        chat = {"messages": [{"role": "user", "content": SECRET}], "n": 2, "max_tokens": 3, "stream": True}
+        response = await client.post("/v1/chat/completions", json=chat)
+        event = await told.last(before + 2)
+        assert event["route"] == "POST /v1/chat/completions" and event["rid"].startswith("chatcmpl-")
+        assert (event["sequences"], event["completion_tokens"], event["cached_tokens"]) == ("2", "6", "2")
+        assert event["request_id"] == response.headers["x-request-id"]
 
 
-def test_a_log_is_a_trace(
+async def test_a_log_is_a_trace(
     model_folder: Path, told: Told, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Lengths and arrivals are those of the requests, and prefixes are shared where the prompts share them."""
     system, other = list(range(1, 141)), list(range(2, 142))
     prompts = [[*system, 7], [*system, 8, 9], other, [*system, 7, *range(30)], [5, 6]]
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
-            before = len(told.events)
+    async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
+        before = len(told.events)
 
-            async def generate(input_ids: object, **fields: object) -> None:
-                body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 4, **fields}}
-                assert (await client.post("/generate", json=body)).status_code == 200
+        async def generate(input_ids: object, **fields: object) -> None:
+            body = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 4, **fields}}
+            assert (await client.post("/generate", json=body)).status_code == 200
 
-            await generate(prompts[:2])
-            await generate(prompts[2], n=3)
-            router.log_hasher.use(b"another key")
-            await generate(prompts[3])
-            await generate(prompts[4])
-            await told.last(before + 4)
-            lines = [record.message for record in caplog.records][-4:]
-            assert (
-                "prefix_key" not in lines[-1] and len({told.events[at]["prefix_key"] for at in (-4, -2)}) == 2
-            )
-
-    asyncio.run(run())
+        await generate(prompts[:2])
+        await generate(prompts[2], n=3)
+        router.log_hasher.use(b"another key")
+        await generate(prompts[3])
+        await generate(prompts[4])
+        await told.last(before + 4)
+        lines = [record.message for record in caplog.records][-4:]
+        assert "prefix_key" not in lines[-1] and len({told.events[at]["prefix_key"] for at in (-4, -2)}) == 2
     log = tmp_path / "router.log"
     log.write_text(
         "\n".join(f"12:03:04.120 INFO    [router-0] {record.message}" for record in caplog.records)
@@ -149,77 +136,71 @@ def test_who_shares_no_cache_shares_no_hash() -> None:
     assert hasher.hashes(Work(ids[1:], params)) == ""
 
 
-def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, log_requests=True, api_keys=(f"key-{SECRET}",))
-        known = {"Authorization": f"Bearer key-{SECRET}"}
-        dispatch = DispatchOptions(max_queued_requests=1, failover_timeout_s=0.3)
-        async with joined_router(model_folder, [], http=http, dispatch=dispatch, wait=False) as (_, client):
-            for path in ("/metrics", "/live/state"):
-                assert (await client.get(path, headers=known)).status_code == 200
-            requests: Sequence[tuple[str, str, dict[str, str], object, list[str]]] = (
-                ("GET", "/health", {}, None, ["GET /health", "503"]),
-                ("GET", f"/v1/models?key={SECRET}", {}, None, ["GET /v1/models", "401"]),
-                ("GET", "/v1/models/other", known, None, ["GET /v1/models/{model_id:path}", "404", "model"]),
-                ("GET", "/no/where", known, None, ["GET /no/where", "404"]),
-                ("GET", "/no" + "o" * 500, known, None, ["GET /no" + "o" * 97, "404"]),
-                ("POST", "/generate", known, {**BODY, "stream": SECRET}, ["POST /generate", "400", "stream"]),
-                ("POST", "/generate", known, BODY, ["POST /generate", "503"]),
-                (
-                    "POST",
-                    "/generate",
-                    known,
-                    {**BODY, "sampling_params": {"stop_regex": "("}},
-                    ["POST /generate", "400", "sampling_params.stop_regex"],
-                ),
-                (
-                    "POST",
-                    "/generate",
-                    known,
-                    {**BODY, "sampling_params": {"logit_bias": {SECRET: "q"}}},
-                    ["POST /generate", "400", "sampling_params.logit_bias"],
-                ),
-                (
-                    "POST",
-                    "/v1/chat/completions",
-                    known,
-                    {"messages": []},
-                    ["POST /v1/chat/completions", "400", "messages"],
-                ),
-            )
-            for count, (method, path, headers, body, expected) in enumerate(requests, 1):
-                await client.request(method, path, headers=headers, json=body)
-                event = await told.last(count)
-                told_of = [event[name] for name in ("route", "status", "param") if name in event]
-                assert told_of == expected, event
-
-    asyncio.run(run())
+async def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
+    http = HttpOptions(port=0, log_requests=True, api_keys=(f"key-{SECRET}",))
+    known = {"Authorization": f"Bearer key-{SECRET}"}
+    dispatch = DispatchOptions(max_queued_requests=1, failover_timeout_s=0.3)
+    async with joined_router(model_folder, [], http=http, dispatch=dispatch, wait=False) as (_, client):
+        for path in ("/metrics", "/live/state"):
+            assert (await client.get(path, headers=known)).status_code == 200
+        requests: Sequence[tuple[str, str, dict[str, str], object, list[str]]] = (
+            ("GET", "/health", {}, None, ["GET /health", "503"]),
+            ("GET", f"/v1/models?key={SECRET}", {}, None, ["GET /v1/models", "401"]),
+            ("GET", "/v1/models/other", known, None, ["GET /v1/models/{model_id:path}", "404", "model"]),
+            ("GET", "/no/where", known, None, ["GET /no/where", "404"]),
+            ("GET", "/no" + "o" * 500, known, None, ["GET /no" + "o" * 97, "404"]),
+            ("POST", "/generate", known, {**BODY, "stream": SECRET}, ["POST /generate", "400", "stream"]),
+            ("POST", "/generate", known, BODY, ["POST /generate", "503"]),
+            (
+                "POST",
+                "/generate",
+                known,
+                {**BODY, "sampling_params": {"stop_regex": "("}},
+                ["POST /generate", "400", "sampling_params.stop_regex"],
+            ),
+            (
+                "POST",
+                "/generate",
+                known,
+                {**BODY, "sampling_params": {"logit_bias": {SECRET: "q"}}},
+                ["POST /generate", "400", "sampling_params.logit_bias"],
+            ),
+            (
+                "POST",
+                "/v1/chat/completions",
+                known,
+                {"messages": []},
+                ["POST /v1/chat/completions", "400", "messages"],
+            ),
+        )
+        for count, (method, path, headers, body, expected) in enumerate(requests, 1):
+            await client.request(method, path, headers=headers, json=body)
+            event = await told.last(count)
+            told_of = [event[name] for name in ("route", "status", "param") if name in event]
+            assert told_of == expected, event
 
 
-def test_a_full_queue_is_told(model_folder: Path, told: Told) -> None:
-    async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=1)
-        async with (
-            pair(prefill=say_nothing, decode=say_nothing) as nodes,
-            joined_router(model_folder, list(nodes), http=LOGGED, dispatch=dispatch) as (_, client),
-        ):
-            before = len(told.events)
-            waiting = asyncio.create_task(client.post("/generate", json=BODY))
-            await nodes[1].wait_for(Decode)
-            await client.post("/generate", json=BODY)
-            event = await told.last(before + 1)
-            assert (event["status"], event["code"]) == ("429", "queue_full") and "rid" not in event
-            await client.post("/abort_request", json={"abort_all": True})
-            assert (await waiting).status_code == 200
-            await eventually(lambda: len(told.events) >= before + 3)
-            (ended,) = [event for event in told.events[before:] if "finish" in event]
-            assert (ended["finish"], ended["completion_tokens"]) == ("abort", "0") and "ttft_s" not in ended
-
-    asyncio.run(run())
+async def test_a_full_queue_is_told(model_folder: Path, told: Told) -> None:
+    dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=1)
+    async with (
+        pair(prefill=say_nothing, decode=say_nothing) as nodes,
+        joined_router(model_folder, list(nodes), http=LOGGED, dispatch=dispatch) as (_, client),
+    ):
+        before = len(told.events)
+        waiting = asyncio.create_task(client.post("/generate", json=BODY))
+        await nodes[1].wait_for(Decode)
+        await client.post("/generate", json=BODY)
+        event = await told.last(before + 1)
+        assert (event["status"], event["code"]) == ("429", "queue_full") and "rid" not in event
+        await client.post("/abort_request", json={"abort_all": True})
+        assert (await waiting).status_code == 200
+        await eventually(lambda: len(told.events) >= before + 3)
+        (ended,) = [event for event in told.events[before:] if "finish" in event]
+        assert (ended["finish"], ended["completion_tokens"]) == ("abort", "0") and "ttft_s" not in ended
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told: Told, stream: bool) -> None:
+async def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told: Told, stream: bool) -> None:
     may_fail = asyncio.Event()
 
     async def fail(node: FakeNode, message: Prefill | Decode) -> None:
@@ -228,44 +209,36 @@ def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told: Told
             await may_fail.wait()
             node.send(Failed(message.key, 500, SECRET))
 
-    async def run() -> None:
-        async with (
-            pair(prefill=fail, decode=fail) as nodes,
-            joined_router(model_folder, list(nodes), http=LOGGED) as (router, client),
-        ):
-            before = len(told.events)
-            body = json.dumps({**BODY, "stream": stream}).encode()
-            reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-            writer.write(
-                b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-            )
+    async with (
+        pair(prefill=fail, decode=fail) as nodes,
+        joined_router(model_folder, list(nodes), http=LOGGED) as (router, client),
+    ):
+        before = len(told.events)
+        body = json.dumps({**BODY, "stream": stream}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        if stream:
+            await reader.readuntil(b"data: ")
+        await nodes[1].wait_for(Decode)
+        writer.close()
+        event = await told.last(before + 1)
+        assert event["disconnected"] == "True" and event["finish"] == "error:499"
+        assert event["status"] == ("200" if stream else "499")
+        if not stream:
+            may_fail.set()
+        async with client.stream("POST", "/generate", json={**BODY, "stream": stream}) as response:
+            lines = response.aiter_lines()
             if stream:
-                await reader.readuntil(b"data: ")
-            await nodes[1].wait_for(Decode)
-            writer.close()
-            event = await told.last(before + 1)
-            assert event["disconnected"] == "True" and event["finish"] == "error:499"
-            assert event["status"] == ("200" if stream else "499")
-            if not stream:
-                may_fail.set()
-            async with client.stream("POST", "/generate", json={**BODY, "stream": stream}) as response:
-                lines = response.aiter_lines()
-                if stream:
-                    assert await anext(lines)
-                may_fail.set()
-                assert [line async for line in lines], "who leaves before the end would have gone first"
-            event = await told.last(before + 2)
-            assert "disconnected" not in event and event["finish"] == "error:500"
-            assert event["status"] == ("200" if stream else "500")
-
-    asyncio.run(run())
+                assert await anext(lines)
+            may_fail.set()
+            assert [line async for line in lines], "who leaves before the end would have gone first"
+        event = await told.last(before + 2)
+        assert "disconnected" not in event and event["finish"] == "error:500"
+        assert event["status"] == ("200" if stream else "500")
 
 
-def test_it_is_off_by_default(model_folder: Path, told: Told) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            assert (await client.post("/generate", json=BODY)).status_code == 200
-            assert (await client.get("/nowhere")).status_code == 404
-
-    asyncio.run(run())
+async def test_it_is_off_by_default(model_folder: Path, told: Told) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        assert (await client.post("/generate", json=BODY)).status_code == 200
+        assert (await client.get("/nowhere")).status_code == 404
     assert told.events == []

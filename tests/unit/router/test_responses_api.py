@@ -136,41 +136,36 @@ def test_what_is_not_served_is_named(hermes: Path, fields: dict[str, Any], named
     with_client(hermes, "fine", use)
 
 
-def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
-    async def run() -> None:
-        first, rest = tells("fine")
-        keys = ("red", "blue")
-        options = HttpOptions(port=0, served_model_name="tiny", max_stored_responses=3, api_keys=keys)
-        async with pair(prefill=first, decode=rest) as nodes:
-            for node in nodes:
-                node.limits = NodeLimits(
-                    context_length=1024, max_total_num_tokens=1024, max_running_requests=8
-                )
-            async with joined_router(hermes, list(nodes), http=options, wait=False) as (_, http):
+async def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
+    first, rest = tells("fine")
+    keys = ("red", "blue")
+    options = HttpOptions(port=0, served_model_name="tiny", max_stored_responses=3, api_keys=keys)
+    async with pair(prefill=first, decode=rest) as nodes:
+        for node in nodes:
+            node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
+        async with joined_router(hermes, list(nodes), http=options, wait=False) as (_, http):
 
-                async def ask(text: object, key: str = "red", **fields: object) -> httpx.Response:
-                    headers = {"Authorization": f"Bearer {key}"}
-                    return await http.post("/v1/responses", json={"input": text, **fields}, headers=headers)
+            async def ask(text: object, key: str = "red", **fields: object) -> httpx.Response:
+                headers = {"Authorization": f"Bearer {key}"}
+                return await http.post("/v1/responses", json={"input": text, **fields}, headers=headers)
 
+            asked = await ask("a")
+            for _ in range(200):
+                if asked.status_code == 200:
+                    break
+                await asyncio.sleep(0.05)
                 asked = await ask("a")
-                for _ in range(200):
-                    if asked.status_code == 200:
-                        break
-                    await asyncio.sleep(0.05)
-                    asked = await ask("a")
-                kept = asked.json()
-                assert kept["store"] is True
-                again = (await ask("b", previous_response_id=kept["id"], instructions="Be brief.")).json()
-                assert prompt_of(nodes[1]) == "<system>Be brief.<user>a<assistant>fine<user>b<assistant>"
-                assert again["previous_response_id"] == kept["id"]
-                assert (await ask("c", "blue", previous_response_id=kept["id"])).status_code == 404
-                referred = [{"type": "item_reference", "id": again["output"][0]["id"]}]
-                await ask([*referred, {"role": "user", "content": "h"}])
-                assert prompt_of(nodes[1]) == "<assistant>fine<user>h<assistant>"
-                assert (await ask(referred, "blue")).status_code == 404
-                unkept = (await ask("d", store=False)).json()
-                assert (await ask("e", previous_response_id=unkept["id"])).status_code == 404
-                await ask("f", previous_response_id=again["id"])  # a fourth one
-                assert (await ask("g", previous_response_id=kept["id"])).status_code == 404
-
-    asyncio.run(run())
+            kept = asked.json()
+            assert kept["store"] is True
+            again = (await ask("b", previous_response_id=kept["id"], instructions="Be brief.")).json()
+            assert prompt_of(nodes[1]) == "<system>Be brief.<user>a<assistant>fine<user>b<assistant>"
+            assert again["previous_response_id"] == kept["id"]
+            assert (await ask("c", "blue", previous_response_id=kept["id"])).status_code == 404
+            referred = [{"type": "item_reference", "id": again["output"][0]["id"]}]
+            await ask([*referred, {"role": "user", "content": "h"}])
+            assert prompt_of(nodes[1]) == "<assistant>fine<user>h<assistant>"
+            assert (await ask(referred, "blue")).status_code == 404
+            unkept = (await ask("d", store=False)).json()
+            assert (await ask("e", previous_response_id=unkept["id"])).status_code == 404
+            await ask("f", previous_response_id=again["id"])  # a fourth one
+            assert (await ask("g", previous_response_id=kept["id"])).status_code == 404

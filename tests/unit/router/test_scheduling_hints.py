@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +29,17 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
     ],
 )
 @pytest.mark.parametrize("way", ["body", "header"])
-def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, Any], way: str) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
-            headers = {"X-SMG-Routing-Key": "red"} if way == "header" else {}
-            key = {"routing_key": "red"} if way == "body" else {}
-            answer = await http.post(path, json={**body, "priority": -7, **key}, headers=headers)
-            assert answer.status_code == 200
-            await nodes[0].wait_for(Prefill)  # which may be late: the decode node here does not need it
-            sent = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
-            assert {(message.work.priority, message.work.routing_key) for message in sent} == {(-7, "red")}
-            await http.post(path, json=body)
-            assert (nodes[1].all(Decode)[-1].work.priority, nodes[1].all(Decode)[-1].work.routing_key) == (
-                0,
-                "",
-            )
-
-    asyncio.run(run())
+async def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, Any], way: str) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+        headers = {"X-SMG-Routing-Key": "red"} if way == "header" else {}
+        key = {"routing_key": "red"} if way == "body" else {}
+        answer = await http.post(path, json={**body, "priority": -7, **key}, headers=headers)
+        assert answer.status_code == 200
+        await nodes[0].wait_for(Prefill)  # which may be late: the decode node here does not need it
+        sent = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
+        assert {(message.work.priority, message.work.routing_key) for message in sent} == {(-7, "red")}
+        await http.post(path, json=body)
+        assert (nodes[1].all(Decode)[-1].work.priority, nodes[1].all(Decode)[-1].work.routing_key) == (0, "")
 
 
 def test_the_body_counts_before_the_header() -> None:

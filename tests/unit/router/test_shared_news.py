@@ -52,31 +52,28 @@ async def until_states(client: httpx.AsyncClient, **wanted: str) -> None:
     await eventually(reached)
 
 
-def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(decode=one_then_nothing) as (prefill, decode),
-            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
-        ):
-            asked = [
-                asyncio.create_task(client.post("/generate", json={"text": "a", "rid": rid}))
-                for client, rid in ((one, "mine"), (other, "theirs"), (other, "spared"))
-            ]
-            await decode.wait_for(Decode, 3)
-            told = await one.post("/abort_request", json={"rid": "theirs"})
-            assert told.json() == {"success": True, "aborted": 0, "relayed": True}, "of the router asked"
-            assert (await asked[1]).json()["meta_info"]["finish_reason"]["type"] == "abort"
-            assert not asked[0].done() and not asked[2].done()
-            assert (await one.post("/abort_request", json={"abort_all": True})).json()["aborted"] == 1
-            for ended in (asked[0], asked[2]):
-                assert (await ended).json()["meta_info"]["finish_reason"]["type"] == "abort"
-            for node in (prefill, decode):
-                await node.wait_for(Relay, 2)
-            relays = decode.all(Relay)
-            assert relays == prefill.all(Relay), "through every node"
-            assert [relay.news for relay in relays] == [AbortedReqs("theirs"), AbortedReqs(None)]
-
-    asyncio.run(run())
+async def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
+    async with (
+        pair(decode=one_then_nothing) as (prefill, decode),
+        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+    ):
+        asked = [
+            asyncio.create_task(client.post("/generate", json={"text": "a", "rid": rid}))
+            for client, rid in ((one, "mine"), (other, "theirs"), (other, "spared"))
+        ]
+        await decode.wait_for(Decode, 3)
+        told = await one.post("/abort_request", json={"rid": "theirs"})
+        assert told.json() == {"success": True, "aborted": 0, "relayed": True}, "of the router asked"
+        assert (await asked[1]).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert not asked[0].done() and not asked[2].done()
+        assert (await one.post("/abort_request", json={"abort_all": True})).json()["aborted"] == 1
+        for ended in (asked[0], asked[2]):
+            assert (await ended).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        for node in (prefill, decode):
+            await node.wait_for(Relay, 2)
+        relays = decode.all(Relay)
+        assert relays == prefill.all(Relay), "through every node"
+        assert [relay.news for relay in relays] == [AbortedReqs("theirs"), AbortedReqs(None)]
 
 
 class Node:
@@ -206,187 +203,167 @@ def test_only_the_latest_numbers_are_remembered() -> None:
     assert news.take(Relay("two", 2, AbortedReqs("x"))) is None
 
 
-def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_later(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair() as (prefill, decode),
-            FakeNode(Role.DECODE, "decode-1") as second,
-            two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
-        ):
-            release, story = asyncio.Event(), decode.script
+async def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_later(
+    model_folder: Path,
+) -> None:
+    async with (
+        pair() as (prefill, decode),
+        FakeNode(Role.DECODE, "decode-1") as second,
+        two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+    ):
+        release, story = asyncio.Event(), decode.script
 
-            async def wait(node: FakeNode, work: Prefill | Decode) -> None:
-                await release.wait()
-                await story(node, work)
+        async def wait(node: FakeNode, work: Prefill | Decode) -> None:
+            await release.wait()
+            await story(node, work)
 
-            decode.script = second.script = wait
-            running = [asyncio.create_task(other.post("/generate", json=BODY)) for _ in range(2)]
-            await decode.wait_for(Decode)
-            removed = await one.delete("/fleet/nodes/decode-0?drain_timeout_s=500")
-            assert removed.json()["num_failed_over"] == 0
-            alive = {"prefill_0": "alive", "decode_1": "alive"}
-            await until_states(one, **alive)
-            await until_states(other, **alive, decode_0="draining")  # what it has goes on
-            assert [node["state"] for node in (await other.get("/health")).json()["decode"]].count(
-                "draining"
-            ) == 1
-            release.set()
-            assert [(await each).status_code for each in running] == [200, 200]
-            await until_states(other, **alive)
+        decode.script = second.script = wait
+        running = [asyncio.create_task(other.post("/generate", json=BODY)) for _ in range(2)]
+        await decode.wait_for(Decode)
+        removed = await one.delete("/fleet/nodes/decode-0?drain_timeout_s=500")
+        assert removed.json()["num_failed_over"] == 0
+        alive = {"prefill_0": "alive", "decode_1": "alive"}
+        await until_states(one, **alive)
+        await until_states(other, **alive, decode_0="draining")  # what it has goes on
+        assert [node["state"] for node in (await other.get("/health")).json()["decode"]].count(
+            "draining"
+        ) == 1
+        release.set()
+        assert [(await each).status_code for each in running] == [200, 200]
+        await until_states(other, **alive)
 
-            nodes = [prefill, decode, second]
-            async with joined_router(model_folder, nodes, wait=False) as (_, later):
-                await until_states(later, **alive)
-                for _ in range(2):
-                    assert (await later.post("/generate", json=BODY)).status_code == 200
-            assert len(decode.all(Decode)) == 1
-            # Added anew, it takes work again, from all.
-            added = await one.post("/fleet/nodes", json={"role": "decode", "address": decode.address})
-            assert added.json()["node"]["state"] == "alive"
-            await until_states(other, **alive, decode_0="alive")
-
-    asyncio.run(run())
-
-
-def test_the_time_of_a_drain_is_the_same_everywhere(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(decode=one_then_nothing) as (prefill, decode),
-            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
-        ):
-            running = asyncio.create_task(other.post("/generate", json=BODY))
-            await decode.wait_for(Decode)
-            assert (await one.delete("/fleet/nodes/decode-0?drain_timeout_s=0.2")).status_code == 200
-            ended = await running
-            assert ended.status_code == 503 and "is drained" in ended.json()["error"]["message"]
-            await until_states(other, prefill_0="alive")
-
-    asyncio.run(run())
+        nodes = [prefill, decode, second]
+        async with joined_router(model_folder, nodes, wait=False) as (_, later):
+            await until_states(later, **alive)
+            for _ in range(2):
+                assert (await later.post("/generate", json=BODY)).status_code == 200
+        assert len(decode.all(Decode)) == 1
+        # Added anew, it takes work again, from all.
+        added = await one.post("/fleet/nodes", json={"role": "decode", "address": decode.address})
+        assert added.json()["node"]["state"] == "alive"
+        await until_states(other, **alive, decode_0="alive")
 
 
-def test_an_added_node_is_added_by_all_routers_and_by_those_that_come_later(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair() as (prefill, decode),
-            FakeNode(Role.DECODE, "decode-1") as added,
-            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
-        ):
-            address = {"role": "decode", "address": added.address}
-            assert (await one.post("/fleet/nodes", json=address)).status_code == 200
-            alive = {"prefill_0": "alive", "decode_0": "alive", "decode_1": "alive"}
-            await until_states(other, **alive)
-            await prefill.stop()
-            prefill.start(prefill.port, incarnation="b")  # it knows nothing of what was before
-            await until_states(one, **alive)
-            await until_states(other, **alive)
-            async with joined_router(model_folder, [prefill], wait=False) as (_, later):
-                await until_states(later, prefill_0="alive", decode_1="alive")
-                await added.stop()
-                removed = await one.delete("/fleet/nodes/decode-1")  # dead as it is
-                assert removed.status_code == 200
-                for client, left in ((other, {"decode_0": "alive"}), (later, {})):
-                    await until_states(client, prefill_0="alive", **left)
-            async with joined_router(model_folder, [prefill], wait=False) as (_, latest):
-                await until_states(latest, prefill_0="alive")
-                await asyncio.sleep(0.2)
-                assert await states(latest) == {"prefill-0": "alive"}
-
-    asyncio.run(run())
+async def test_the_time_of_a_drain_is_the_same_everywhere(model_folder: Path) -> None:
+    async with (
+        pair(decode=one_then_nothing) as (prefill, decode),
+        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+    ):
+        running = asyncio.create_task(other.post("/generate", json=BODY))
+        await decode.wait_for(Decode)
+        assert (await one.delete("/fleet/nodes/decode-0?drain_timeout_s=0.2")).status_code == 200
+        ended = await running
+        assert ended.status_code == 503 and "is drained" in ended.json()["error"]["message"]
+        await until_states(other, prefill_0="alive")
 
 
-def test_a_node_that_is_added_again_stays_where_it_is_still_drained(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair(decode=one_then_nothing) as (prefill, decode),
-            two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
-        ):
-            running = asyncio.create_task(other.post("/generate", json={**BODY, "rid": "long"}))
-            await decode.wait_for(Decode)
-            removing = asyncio.create_task(other.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))
-            await until_states(one, prefill_0="alive")
-            await until_states(other, prefill_0="alive", decode_0="draining")
-            added = await one.post("/fleet/nodes", json={"role": "decode", "address": decode.address})
-            assert added.status_code == 200
-            await until_states(other, prefill_0="alive", decode_0="alive")
-            refused = await removing
-            assert refused.status_code == 409 and "it was added again" in refused.json()["error"]["message"]
-            await other.post("/abort_request", json={"rid": "long"})
-            assert (await running).status_code == 200
-            await asyncio.sleep(0.3)  # the drain would have ended
-            assert await states(other) == {"prefill-0": "alive", "decode-0": "alive"}
-            asked = asyncio.create_task(other.post("/generate", json={**BODY, "rid": "next"}))
-            await decode.wait_for(Decode, 2)
-            await other.post("/abort_request", json={"rid": "next"})
-            assert (await asked).status_code == 200
+async def test_an_added_node_is_added_by_all_routers_and_by_those_that_come_later(model_folder: Path) -> None:
+    async with (
+        pair() as (prefill, decode),
+        FakeNode(Role.DECODE, "decode-1") as added,
+        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+    ):
+        address = {"role": "decode", "address": added.address}
+        assert (await one.post("/fleet/nodes", json=address)).status_code == 200
+        alive = {"prefill_0": "alive", "decode_0": "alive", "decode_1": "alive"}
+        await until_states(other, **alive)
+        await prefill.stop()
+        prefill.start(prefill.port, incarnation="b")  # it knows nothing of what was before
+        await until_states(one, **alive)
+        await until_states(other, **alive)
+        async with joined_router(model_folder, [prefill], wait=False) as (_, later):
+            await until_states(later, prefill_0="alive", decode_1="alive")
+            await added.stop()
+            removed = await one.delete("/fleet/nodes/decode-1")  # dead as it is
+            assert removed.status_code == 200
+            for client, left in ((other, {"decode_0": "alive"}), (later, {})):
+                await until_states(client, prefill_0="alive", **left)
+        async with joined_router(model_folder, [prefill], wait=False) as (_, latest):
+            await until_states(latest, prefill_0="alive")
+            await asyncio.sleep(0.2)
+            assert await states(latest) == {"prefill-0": "alive"}
 
-    asyncio.run(run())
+
+async def test_a_node_that_is_added_again_stays_where_it_is_still_drained(model_folder: Path) -> None:
+    async with (
+        pair(decode=one_then_nothing) as (prefill, decode),
+        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+    ):
+        running = asyncio.create_task(other.post("/generate", json={**BODY, "rid": "long"}))
+        await decode.wait_for(Decode)
+        removing = asyncio.create_task(other.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))
+        await until_states(one, prefill_0="alive")
+        await until_states(other, prefill_0="alive", decode_0="draining")
+        added = await one.post("/fleet/nodes", json={"role": "decode", "address": decode.address})
+        assert added.status_code == 200
+        await until_states(other, prefill_0="alive", decode_0="alive")
+        refused = await removing
+        assert refused.status_code == 409 and "it was added again" in refused.json()["error"]["message"]
+        await other.post("/abort_request", json={"rid": "long"})
+        assert (await running).status_code == 200
+        await asyncio.sleep(0.3)  # the drain would have ended
+        assert await states(other) == {"prefill-0": "alive", "decode-0": "alive"}
+        asked = asyncio.create_task(other.post("/generate", json={**BODY, "rid": "next"}))
+        await decode.wait_for(Decode, 2)
+        await other.post("/abort_request", json={"rid": "next"})
+        assert (await asked).status_code == 200
 
 
-def test_a_removed_node_does_not_come_back_by_old_news(model_folder: Path) -> None:
+async def test_a_removed_node_does_not_come_back_by_old_news(model_folder: Path) -> None:
     """Old news of a node that was removed comes from a router that has not heard of the removal."""
 
-    async def run() -> None:
+    async with (
+        pair() as (prefill, decode),
+        FakeNode(Role.DECODE, "decode-1") as added,
+        FakeNode(Role.PREFILL, "prefill-1") as unknown_to_one,
+    ):
+        both = [prefill, decode]
         async with (
-            pair() as (prefill, decode),
-            FakeNode(Role.DECODE, "decode-1") as added,
-            FakeNode(Role.PREFILL, "prefill-1") as unknown_to_one,
-        ):
-            both = [prefill, decode]
-            async with (
-                joined_router(model_folder, both) as (_, one),
-                joined_router(model_folder, [*both, unknown_to_one]) as (_, other),
-            ):
-                body = {"role": "decode", "address": added.address}
-                assert (await one.post("/fleet/nodes", json=body)).status_code == 200
-                alive = {"prefill_0": "alive", "decode_0": "alive"}
-                await until_states(other, **alive, prefill_1="alive", decode_1="alive")
-                stale = next(relay.news for relay in prefill.all(Relay) if isinstance(relay.news, AddedNode))
-                assert isinstance(stale, AddedNode)
-                unknown_to_one.relay_from("stranger", stale)  # so it will tell routers that come later
-                await added.stop()
-                assert (await one.delete("/fleet/nodes/decode-1")).status_code == 200
-                await until_states(one, **alive)
-                await until_states(other, **alive, prefill_1="alive")
-                await unknown_to_one.wait_for(Relay)
-                for node in (prefill, unknown_to_one):
-                    node.relay_from("stranger", stale)
-                await asyncio.sleep(0.3)
-                assert await states(one) == {"prefill-0": "alive", "decode-0": "alive"}
-                assert await states(other) == {
-                    "prefill-0": "alive",
-                    "decode-0": "alive",
-                    "prefill-1": "alive",
-                }
-                async with joined_router(model_folder, [unknown_to_one], wait=False) as (_, later):
-                    await until_states(later, prefill_1="alive")
-                    await asyncio.sleep(0.3)
-                    assert await states(later) == {"prefill-1": "alive"}, "the node has been corrected"
-
-                # What an operator does later holds, even for the same process.
-                added.start(added.port, incarnation="b")
-                assert (await other.post("/fleet/nodes", json=body)).status_code == 200
-                await until_states(one, **alive, decode_1="alive")
-
-    asyncio.run(run())
-
-
-def test_a_node_that_says_that_it_is_drained_is_not_told_of_as_added(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair() as (prefill, decode),
-            FakeNode(Role.DECODE, "decode-1") as added,
-            two_routers(model_folder, [prefill, decode]) as ((_, one), _),
+            joined_router(model_folder, both) as (_, one),
+            joined_router(model_folder, [*both, unknown_to_one]) as (_, other),
         ):
             body = {"role": "decode", "address": added.address}
             assert (await one.post("/fleet/nodes", json=body)).status_code == 200
-            added.drain()
             alive = {"prefill_0": "alive", "decode_0": "alive"}
+            await until_states(other, **alive, prefill_1="alive", decode_1="alive")
+            stale = next(relay.news for relay in prefill.all(Relay) if isinstance(relay.news, AddedNode))
+            assert isinstance(stale, AddedNode)
+            unknown_to_one.relay_from("stranger", stale)  # so it will tell routers that come later
+            await added.stop()
+            assert (await one.delete("/fleet/nodes/decode-1")).status_code == 200
             await until_states(one, **alive)
-            await prefill.stop()
-            prefill.heard.clear()
-            prefill.start(prefill.port, incarnation="b")
-            await until_states(one, **alive)
-            await asyncio.sleep(0.2)
-            assert not [relay for relay in prefill.all(Relay) if isinstance(relay.news, AddedNode)]
+            await until_states(other, **alive, prefill_1="alive")
+            await unknown_to_one.wait_for(Relay)
+            for node in (prefill, unknown_to_one):
+                node.relay_from("stranger", stale)
+            await asyncio.sleep(0.3)
+            assert await states(one) == {"prefill-0": "alive", "decode-0": "alive"}
+            assert await states(other) == {"prefill-0": "alive", "decode-0": "alive", "prefill-1": "alive"}
+            async with joined_router(model_folder, [unknown_to_one], wait=False) as (_, later):
+                await until_states(later, prefill_1="alive")
+                await asyncio.sleep(0.3)
+                assert await states(later) == {"prefill-1": "alive"}, "the node has been corrected"
 
-    asyncio.run(run())
+            # What an operator does later holds, even for the same process.
+            added.start(added.port, incarnation="b")
+            assert (await other.post("/fleet/nodes", json=body)).status_code == 200
+            await until_states(one, **alive, decode_1="alive")
+
+
+async def test_a_node_that_says_that_it_is_drained_is_not_told_of_as_added(model_folder: Path) -> None:
+    async with (
+        pair() as (prefill, decode),
+        FakeNode(Role.DECODE, "decode-1") as added,
+        two_routers(model_folder, [prefill, decode]) as ((_, one), _),
+    ):
+        body = {"role": "decode", "address": added.address}
+        assert (await one.post("/fleet/nodes", json=body)).status_code == 200
+        added.drain()
+        alive = {"prefill_0": "alive", "decode_0": "alive"}
+        await until_states(one, **alive)
+        await prefill.stop()
+        prefill.heard.clear()
+        prefill.start(prefill.port, incarnation="b")
+        await until_states(one, **alive)
+        await asyncio.sleep(0.2)
+        assert not [relay for relay in prefill.all(Relay) if isinstance(relay.news, AddedNode)]

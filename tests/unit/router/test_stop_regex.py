@@ -319,43 +319,37 @@ def test_what_is_compiled_is_bounded_by_the_size(pattern: str) -> None:
         assert len(program) <= 40 * size + 500
 
 
-def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, [*nodes]) as (_, client):
-            for keep, text in ((False, "The quick brown "), (True, "The quick brown fox j")):
-                params = {"max_new_tokens": 100, "stop_regex": ["never", r"f\w+ [a-k]"], "no_stop_trim": keep}
-                body = {"text": "tell me", "sampling_params": params}
-                answer = (await client.post("/generate", json=body)).json()
-                assert answer["text"] == text
-                assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"f\w+ [a-k]"}
-                assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
-                streamed = events((await client.post("/generate", json={**body, "stream": True})).text)
-                assert streamed[-2]["text"] == text
-                assert all(text.startswith(event["text"]) for event in streamed[:-1])
-                assert streamed[-2]["output_ids"] == answer["output_ids"]
-
-    asyncio.run(run())
+async def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
+    async with pair() as nodes, joined_router(model_folder, [*nodes]) as (_, client):
+        for keep, text in ((False, "The quick brown "), (True, "The quick brown fox j")):
+            params = {"max_new_tokens": 100, "stop_regex": ["never", r"f\w+ [a-k]"], "no_stop_trim": keep}
+            body = {"text": "tell me", "sampling_params": params}
+            answer = (await client.post("/generate", json=body)).json()
+            assert answer["text"] == text
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"f\w+ [a-k]"}
+            assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
+            streamed = events((await client.post("/generate", json={**body, "stream": True})).text)
+            assert streamed[-2]["text"] == text
+            assert all(text.startswith(event["text"]) for event in streamed[:-1])
+            assert streamed[-2]["output_ids"] == answer["output_ids"]
 
 
-def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> None:
+async def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> None:
     async def tell_the_same(node: FakeNode, message: Prefill | Decode) -> None:
         ids = [byte_level_tokenizer().token_to_id("a")] * 150
         node.tokens(message.key, 0, ids, Finish("length"))
 
-    async def run() -> None:
-        async with pair(decode=tell_the_same) as nodes, joined_router(model_folder, [*nodes]) as (_, client):
-            body = {
-                "text": ["one", "two"],
-                "sampling_params": [
-                    {"max_new_tokens": 150},
-                    {"max_new_tokens": 150, "stop_regex": r"(a?){40}a{40}b"},
-                ],
-            }
-            refused = await client.post("/generate", json=body)
-            assert refused.status_code == 400
-            error = refused.json()["error"]
-            assert error["message"].startswith("prompt 1: sampling_params[1].stop_regex takes too long")
-            alone = {"text": "one", "sampling_params": {"max_new_tokens": 150}}
-            assert (await client.post("/generate", json=alone)).status_code == 200
-
-    asyncio.run(run())
+    async with pair(decode=tell_the_same) as nodes, joined_router(model_folder, [*nodes]) as (_, client):
+        body = {
+            "text": ["one", "two"],
+            "sampling_params": [
+                {"max_new_tokens": 150},
+                {"max_new_tokens": 150, "stop_regex": r"(a?){40}a{40}b"},
+            ],
+        }
+        refused = await client.post("/generate", json=body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["message"].startswith("prompt 1: sampling_params[1].stop_regex takes too long")
+        alone = {"text": "one", "sampling_params": {"max_new_tokens": 150}}
+        assert (await client.post("/generate", json=alone)).status_code == 200

@@ -45,63 +45,54 @@ class Gate:
         assert await asyncio.to_thread(self.begun.wait, 20)
 
 
-def test_short_work_is_done_at_once() -> None:
-    async def run() -> None:
-        workers = TextWorkers()
-        assert await workers.run(INLINE_CHARS, threading.current_thread) is threading.current_thread()
-        assert await workers.run(INLINE_CHARS + 1, threading.current_thread) is not threading.current_thread()
-        workers.close()
-
-    asyncio.run(run())
+async def test_short_work_is_done_at_once() -> None:
+    workers = TextWorkers()
+    assert await workers.run(INLINE_CHARS, threading.current_thread) is threading.current_thread()
+    assert await workers.run(INLINE_CHARS + 1, threading.current_thread) is not threading.current_thread()
+    workers.close()
 
 
-def test_long_work_waits_in_line_and_who_leaves_it_is_not_served() -> None:
-    async def run() -> None:
-        workers, gates, ran = TextWorkers(num_long=2), [Gate(), Gate()], list[str]()
-        running = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
-        for gate in gates:
-            await gate.has_begun()
-        leaves = asyncio.create_task(workers.run(LONG, lambda: ran.append("left")))
-        stays = asyncio.create_task(workers.run(LONG, lambda: ran.append("stayed")))
-        assert await workers.run(MEDIUM_CHARS, lambda: "medium") == "medium", "it does not wait for long ones"
-        assert ran == []
-        leaves.cancel()
-        await asyncio.wait([leaves])  # it has left the line
-        gates[0].may_end.set()
-        await stays
-        gates[1].may_end.set()
-        assert await asyncio.gather(*running) == ["done", "done"]
-        assert ran == ["stayed"]
-        workers.close()
-
-    asyncio.run(run())
-
-
-def test_others_get_on_between_the_items_of_a_batch() -> None:
-    async def run() -> None:
-        workers, gate, order = TextWorkers(num_long=1), Gate(), list[str]()
-
-        def work(name: str) -> str:
-            if name == "a":
-                gate()
-            order.append(name)
-            return name.upper()
-
-        sizes = {"a": LONG, "b": LONG, "c": MEDIUM_CHARS - 1, "d": 1, "e": 1}
-        batch = asyncio.create_task(workers.run_each(list(sizes), sizes.__getitem__, work))
+async def test_long_work_waits_in_line_and_who_leaves_it_is_not_served() -> None:
+    workers, gates, ran = TextWorkers(num_long=2), [Gate(), Gate()], list[str]()
+    running = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
+    for gate in gates:
         await gate.has_begun()
-        other = asyncio.create_task(workers.run(LONG, lambda: order.append("other")))
-        assert await workers.run(MEDIUM_CHARS, lambda: "medium") == "medium"
-        gate.may_end.set()
-        await other
-        assert await batch == ["A", "B", "C", "D", "E"]
-        assert order == ["a", "other", "b", "c", "d", "e"]
-        parts = [[*part] for part in _parts(list(sizes), [*sizes.values()])]
-        assert parts == [["a"], ["b"], ["c", "d"], ["e"]]
-        assert await workers.run_each([], len, work) == []
-        workers.close()
+    leaves = asyncio.create_task(workers.run(LONG, lambda: ran.append("left")))
+    stays = asyncio.create_task(workers.run(LONG, lambda: ran.append("stayed")))
+    assert await workers.run(MEDIUM_CHARS, lambda: "medium") == "medium", "it does not wait for long ones"
+    assert ran == []
+    leaves.cancel()
+    await asyncio.wait([leaves])  # it has left the line
+    gates[0].may_end.set()
+    await stays
+    gates[1].may_end.set()
+    assert await asyncio.gather(*running) == ["done", "done"]
+    assert ran == ["stayed"]
+    workers.close()
 
-    asyncio.run(run())
+
+async def test_others_get_on_between_the_items_of_a_batch() -> None:
+    workers, gate, order = TextWorkers(num_long=1), Gate(), list[str]()
+
+    def work(name: str) -> str:
+        if name == "a":
+            gate()
+        order.append(name)
+        return name.upper()
+
+    sizes = {"a": LONG, "b": LONG, "c": MEDIUM_CHARS - 1, "d": 1, "e": 1}
+    batch = asyncio.create_task(workers.run_each(list(sizes), sizes.__getitem__, work))
+    await gate.has_begun()
+    other = asyncio.create_task(workers.run(LONG, lambda: order.append("other")))
+    assert await workers.run(MEDIUM_CHARS, lambda: "medium") == "medium"
+    gate.may_end.set()
+    await other
+    assert await batch == ["A", "B", "C", "D", "E"]
+    assert order == ["a", "other", "b", "c", "d", "e"]
+    parts = [[*part] for part in _parts(list(sizes), [*sizes.values()])]
+    assert parts == [["a"], ["b"], ["c", "d"], ["e"]]
+    assert await workers.run_each([], len, work) == []
+    workers.close()
 
 
 class Recording:
@@ -117,25 +108,22 @@ class Recording:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> None:
+async def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> None:
     """`encode` and `decode` of the library hold it for as long as they take, seconds for a long prompt."""
 
-    async def run() -> None:
-        recording: Any = Recording(kind)
-        tokenizer = Tokenizer(recording)
-        recording.calls.clear()
-        for special in (True, False):
-            ids = await tokenizer.encode([LONG_TEXT, "short"], add_special_tokens=special)
-            expected = [sample(kind).encode(t, add_special_tokens=special).ids for t in (LONG_TEXT, "short")]
-            assert ids == expected
-        assert recording.calls == ["encode_batch_fast"] * 4
-        recording.calls.clear()
-        texts = await tokenizer.decode([ids[0] * 4, ids[1]], skip_special_tokens=False)
-        assert texts == [sample(kind).decode(row, skip_special_tokens=False) for row in (ids[0] * 4, ids[1])]
-        assert recording.calls == ["decode_batch"] * 2
-        tokenizer.close()
-
-    asyncio.run(run())
+    recording: Any = Recording(kind)
+    tokenizer = Tokenizer(recording)
+    recording.calls.clear()
+    for special in (True, False):
+        ids = await tokenizer.encode([LONG_TEXT, "short"], add_special_tokens=special)
+        expected = [sample(kind).encode(t, add_special_tokens=special).ids for t in (LONG_TEXT, "short")]
+        assert ids == expected
+    assert recording.calls == ["encode_batch_fast"] * 4
+    recording.calls.clear()
+    texts = await tokenizer.decode([ids[0] * 4, ids[1]], skip_special_tokens=False)
+    assert texts == [sample(kind).decode(row, skip_special_tokens=False) for row in (ids[0] * 4, ids[1])]
+    assert recording.calls == ["decode_batch"] * 2
+    tokenizer.close()
 
 
 @pytest.mark.parametrize(
@@ -146,29 +134,26 @@ def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "fox " * LONG}]}),
     ],
 )
-def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
+async def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
     folder = write_model(tmp_path, context_length=1 << 20)
 
-    async def run() -> None:
-        async with pair() as nodes, joined_router(folder, [*nodes]) as (router, client):
-            workers = router.model.get().tokenizer.workers
-            gates = [Gate() for _ in range(workers.num_long)]
-            blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
-            for gate in gates:
-                await gate.has_begun()
-            asked = asyncio.create_task(client.post(path, json=body))
-            await until_queued(client, 1)
-            asked.cancel()
-            await until_queued(client, 0)
-            for gate in gates:
-                gate.may_end.set()
-            await asyncio.gather(*blocked)
-            assert await workers.run(LONG, lambda: "next in line") == "next in line"
-            assert nodes[0].all(Prefill) == []
-
-    asyncio.run(run())
+    async with pair() as nodes, joined_router(folder, [*nodes]) as (router, client):
+        workers = router.model.get().tokenizer.workers
+        gates = [Gate() for _ in range(workers.num_long)]
+        blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
+        for gate in gates:
+            await gate.has_begun()
+        asked = asyncio.create_task(client.post(path, json=body))
+        await until_queued(client, 1)
+        asked.cancel()
+        await until_queued(client, 0)
+        for gate in gates:
+            gate.may_end.set()
+        await asyncio.gather(*blocked)
+        assert await workers.run(LONG, lambda: "next in line") == "next in line"
+        assert nodes[0].all(Prefill) == []
 
 
 class IdleDispatcher(Dispatcher):
@@ -198,25 +183,22 @@ class IdleDispatcher(Dispatcher):
 
 
 @pytest.mark.parametrize(("prompt_len", "n", "most_a_turn"), [(100_000, 3, 1), (10, 64, 16)])
-def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int, most_a_turn: int) -> None:
-    async def run() -> None:
-        dispatcher = IdleDispatcher()
+async def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int, most_a_turn: int) -> None:
+    dispatcher = IdleDispatcher()
 
-        async def count_turns() -> None:
-            while True:
-                await asyncio.sleep(0)
-                dispatcher.num_turns += 1
+    async def count_turns() -> None:
+        while True:
+            await asyncio.sleep(0)
+            dispatcher.num_turns += 1
 
-        counting = asyncio.create_task(count_turns())
-        await asyncio.sleep(0)
-        work = Work((1,) * prompt_len, SamplingParams())
-        prompt = Prompt(rid="a", work=work, options=AnswerOptions(n=n))
-        generator = Generator(dispatcher, LiveRids())
-        claim = generator.claim()
-        claim.take(["a"], [n], whole=None, shared=False)
-        async with generator.open([prompt], Tokenizer(sample("gpt2")), claim):
-            assert len(dispatcher.turns) == n
-        assert max(Counter(dispatcher.turns).values()) <= most_a_turn
-        counting.cancel()
-
-    asyncio.run(run())
+    counting = asyncio.create_task(count_turns())
+    await asyncio.sleep(0)
+    work = Work((1,) * prompt_len, SamplingParams())
+    prompt = Prompt(rid="a", work=work, options=AnswerOptions(n=n))
+    generator = Generator(dispatcher, LiveRids())
+    claim = generator.claim()
+    claim.take(["a"], [n], whole=None, shared=False)
+    async with generator.open([prompt], Tokenizer(sample("gpt2")), claim):
+        assert len(dispatcher.turns) == n
+    assert max(Counter(dispatcher.turns).values()) <= most_a_turn
+    counting.cancel()

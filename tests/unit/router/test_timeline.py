@@ -46,53 +46,45 @@ async def stream(client: httpx.AsyncClient, path: str, **fields: object) -> Asyn
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_each_event_tells_the_stages_known_by_then(model_folder: Path, path: str) -> None:
-    async def run() -> None:
-        first_token_seen = asyncio.Event()
+async def test_each_event_tells_the_stages_known_by_then(model_folder: Path, path: str) -> None:
+    first_token_seen = asyncio.Event()
 
-        async def decode(node: FakeNode, message: Prefill | Decode) -> None:
-            await first_token_seen.wait()
-            arrived = stamps("decode", "queued", "transferring", "decoding")
-            node.tokens(
-                message.key, 0, node.story[:1], report=ReqReport(stamps=arrived, kv_pages_transferred=2)
-            )
-            node.tokens(message.key, 1, node.story[1:2])
-            ended = ReqReport(stamps=arrived + stamps("decode", "finished"), kv_pages_transferred=2)
-            node.tokens(message.key, 2, node.story[2:3], Finish("length"), ended)
+    async def decode(node: FakeNode, message: Prefill | Decode) -> None:
+        await first_token_seen.wait()
+        arrived = stamps("decode", "queued", "transferring", "decoding")
+        node.tokens(message.key, 0, node.story[:1], report=ReqReport(stamps=arrived, kv_pages_transferred=2))
+        node.tokens(message.key, 1, node.story[1:2])
+        ended = ReqReport(stamps=arrived + stamps("decode", "finished"), kv_pages_transferred=2)
+        node.tokens(message.key, 2, node.story[2:3], Finish("length"), ended)
 
-        async with (
-            pair(prefill=prefill, decode=decode) as (p, d),
-            joined_router(model_folder, [p, d]) as (_, client),
-        ):
-            told = []
-            async for event in stream(client, path, return_timeline=True):
-                told.append(told_of(event))
-                first_token_seen.set()
-        seen = [[(stamp["role"], stamp["stage"]) for stamp in each["timeline"]] for each in told]
-        assert seen[0] == [
-            ("router", "queued"),
-            ("prefill", "queued"),
-            ("prefill", "prefilling"),
-            ("prefill", "transferring"),
-        ]
-        assert told[0]["kv_pages_transferred"] == 0
-        assert seen[-1] == [
-            *seen[0],
-            *(("decode", stage) for stage in ("queued", "transferring", "decoding", "finished")),
-            ("router", "finished"),
-        ]
-        assert told[-1]["kv_pages_transferred"] == 2
-        assert all(set(before) <= set(after) for before, after in itertools.pairwise(seen))
-
-    asyncio.run(run())
+    async with (
+        pair(prefill=prefill, decode=decode) as (p, d),
+        joined_router(model_folder, [p, d]) as (_, client),
+    ):
+        told = []
+        async for event in stream(client, path, return_timeline=True):
+            told.append(told_of(event))
+            first_token_seen.set()
+    seen = [[(stamp["role"], stamp["stage"]) for stamp in each["timeline"]] for each in told]
+    assert seen[0] == [
+        ("router", "queued"),
+        ("prefill", "queued"),
+        ("prefill", "prefilling"),
+        ("prefill", "transferring"),
+    ]
+    assert told[0]["kv_pages_transferred"] == 0
+    assert seen[-1] == [
+        *seen[0],
+        *(("decode", stage) for stage in ("queued", "transferring", "decoding", "finished")),
+        ("router", "finished"),
+    ]
+    assert told[-1]["kv_pages_transferred"] == 2
+    assert all(set(before) <= set(after) for before, after in itertools.pairwise(seen))
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_nobody_is_told_who_did_not_ask(model_folder: Path, path: str) -> None:
-    async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
-            async for event in stream(client, path):
-                fields = event["meta_info"] if "meta_info" in event else event["choices"][0]
-                assert not {"timeline", "kv_pages_transferred"} & set(fields)
-
-    asyncio.run(run())
+async def test_nobody_is_told_who_did_not_ask(model_folder: Path, path: str) -> None:
+    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        async for event in stream(client, path):
+            fields = event["meta_info"] if "meta_info" in event else event["choices"][0]
+            assert not {"timeline", "kv_pages_transferred"} & set(fields)

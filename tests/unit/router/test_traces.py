@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.server
 import logging
@@ -103,8 +102,8 @@ def otel_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("Otel")]
 
 
-def test_a_span_for_each_stage_on_router_and_nodes(model_folder: Path) -> None:
-    async def run() -> None:
+async def test_a_span_for_each_stage_on_router_and_nodes(model_folder: Path) -> None:
+    with collecting() as collector:
         options = HttpOptions(port=0, served_model_name="tiny", otlp_traces_endpoint=collector.url)
         async with (
             pair(prefill=prefill, decode=decode) as nodes,
@@ -115,9 +114,6 @@ def test_a_span_for_each_stage_on_router_and_nodes(model_folder: Path) -> None:
             assert (await client.post("/generate", json=BODY, headers=header)).status_code == 200
             unsampled = {"traceparent": f"00-{'1' * 32}-{PARENT}-00"}
             assert (await client.post("/generate", json=BODY, headers=unsampled)).status_code == 200
-
-    with collecting() as collector:
-        asyncio.run(run())  # what is queued is sent when the router stops
         assert not otel_threads()
     spans = {span.name: span for span in collector.spans}
     assert len(spans) == len(collector.spans)
@@ -145,8 +141,8 @@ def test_a_span_for_each_stage_on_router_and_nodes(model_folder: Path) -> None:
     assert b"service.name" in resource and b"baton" in resource
 
 
-def test_a_request_that_was_given_up_has_a_trace_too(model_folder: Path) -> None:
-    async def run() -> None:
+async def test_a_request_that_was_given_up_has_a_trace_too(model_folder: Path) -> None:
+    with collecting() as collector:
         options = HttpOptions(port=0, served_model_name="tiny", otlp_traces_endpoint=collector.url)
         async with (
             pair(prefill=one_then_nothing, decode=one_then_nothing) as nodes,
@@ -154,28 +150,22 @@ def test_a_request_that_was_given_up_has_a_trace_too(model_folder: Path) -> None
             client.stream("POST", "/generate", json={**BODY, "stream": True}) as response,
         ):
             await anext(response.aiter_lines())
-
-    with collecting() as collector:
-        asyncio.run(run())
     assert {span.name for span in collector.spans} == {"llm_request", "router queued", "router streaming"}
 
 
-def test_a_collector_that_is_gone_costs_a_line_in_the_log(
+async def test_a_collector_that_is_gone_costs_a_line_in_the_log(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with collecting() as collector:
         url = collector.url
 
-    async def run() -> None:
+    with caplog.at_level(logging.WARNING, "baton"):
         options = HttpOptions(port=0, served_model_name="tiny", otlp_traces_endpoint=url)
         async with (
             pair(prefill=prefill, decode=decode) as nodes,
             joined_router(model_folder, list(nodes), http=options) as (_, client),
         ):
             assert (await client.post("/generate", json=BODY)).status_code == 200
-
-    with caplog.at_level(logging.WARNING, "baton"):
-        asyncio.run(run())
     assert "traces_not_sent reason=" in caplog.text
     until(lambda: not otel_threads())  # it was told to end, and may have a last line to log
 
@@ -211,10 +201,7 @@ def moved(skew: float = 0.0, p_skew: float = 0.0) -> RunningReq:
         for stage, s in [("queued", 5.9), ("transferring", 6.0), ("decoding", 6.5), ("finished", 9.9)]
     )
     first = Attempt(key, (P, D0), sent_at=100.0)
-    first.reports = {
-        Role.PREFILL: ReqReport(stamps=at_p),
-        Role.DECODE: ReqReport(stamps=(*at_p, *at_d0)),
-    }
+    first.reports = {Role.PREFILL: ReqReport(stamps=at_p), Role.DECODE: ReqReport(stamps=(*at_p, *at_d0))}
     first.heard_at = {Role.PREFILL: 102.1, Role.DECODE: 103.1}
     second = Attempt(ReqKey("router", "1", 1), (D1,), sent_at=105.9)
     second.reports = {Role.DECODE: ReqReport(stamps=(*at_p, *at_d0, left, *at_d1))}

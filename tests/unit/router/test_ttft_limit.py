@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -172,20 +171,17 @@ def test_another_attempt_is_not_refused() -> None:
     assert len(req.attempt.holders) > 0
 
 
-def test_clients_get_a_429(model_folder: Path) -> None:
-    async def run() -> None:
-        dispatch = DispatchOptions(local_prefill_tokens=0, ttft_limit_s=LIMIT_S)
-        async with pair(prefill=say_nothing, decode=say_nothing) as nodes:
-            nodes[0].load = Load(num_queued_tokens=1000, prefill_tokens_per_s=RATE)
-            async with joined_router(model_folder, list(nodes), dispatch=dispatch) as (_, client):
-                for body in ({"text": "a"}, {"text": "a", "stream": True}):
-                    response = await client.post("/generate", json=body)
-                    assert response.status_code == 429, response.text
-                    assert response.headers["retry-after"] == "9"
-                    error = response.json()["error"]
-                    assert (error["type"], error["code"]) == ("rate_limit_error", "ttft_limit")
-                assert await figure(client, "baton:num_late_requests_total") == 2
-                assert not nodes[0].all(Prefill)
-                assert not nodes[1].all(Decode)
-
-    asyncio.run(run())
+async def test_clients_get_a_429(model_folder: Path) -> None:
+    dispatch = DispatchOptions(local_prefill_tokens=0, ttft_limit_s=LIMIT_S)
+    async with pair(prefill=say_nothing, decode=say_nothing) as nodes:
+        nodes[0].load = Load(num_queued_tokens=1000, prefill_tokens_per_s=RATE)
+        async with joined_router(model_folder, list(nodes), dispatch=dispatch) as (_, client):
+            for body in ({"text": "a"}, {"text": "a", "stream": True}):
+                response = await client.post("/generate", json=body)
+                assert response.status_code == 429, response.text
+                assert response.headers["retry-after"] == "9"
+                error = response.json()["error"]
+                assert (error["type"], error["code"]) == ("rate_limit_error", "ttft_limit")
+            assert await figure(client, "baton:num_late_requests_total") == 2
+            assert not nodes[0].all(Prefill)
+            assert not nodes[1].all(Decode)

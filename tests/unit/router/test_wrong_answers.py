@@ -304,19 +304,16 @@ async def beside_a_liar(model_folder: Path, lie: Lie) -> AsyncIterator[tuple[Fak
 
 
 @pytest.mark.parametrize("lie", [pytest.param(lie, id=name) for name, lie in OVER_THE_WIRE.items()])
-def test_the_client_sees_none_of_it(model_folder: Path, lie: Lie) -> None:
-    async def run() -> None:
-        async with beside_a_liar(model_folder, lie) as (liar, client):
-            for streams in (False, True):
-                num_before = len(liar.all(Decode))
-                while len(liar.all(Decode)) == num_before:
-                    body = {"text": "a", "stream": streams, "sampling_params": {"max_new_tokens": NUM_NEW}}
-                    response = await client.post("/generate", json=body)
-                    assert response.status_code == 200 and "error" not in response.text, response.text
-                    if not streams:
-                        assert len(response.json()["output_ids"]) == NUM_NEW
-
-    asyncio.run(run())
+async def test_the_client_sees_none_of_it(model_folder: Path, lie: Lie) -> None:
+    async with beside_a_liar(model_folder, lie) as (liar, client):
+        for streams in (False, True):
+            num_before = len(liar.all(Decode))
+            while len(liar.all(Decode)) == num_before:
+                body = {"text": "a", "stream": streams, "sampling_params": {"max_new_tokens": NUM_NEW}}
+                response = await client.post("/generate", json=body)
+                assert response.status_code == 200 and "error" not in response.text, response.text
+                if not streams:
+                    assert len(response.json()["output_ids"]) == NUM_NEW
 
 
 @pytest.mark.parametrize(
@@ -331,42 +328,36 @@ def test_the_client_sees_none_of_it(model_folder: Path, lie: Lie) -> None:
         ({}, {"max_running_requests": 0}, "max_running_requests"),
     ],
 )
-def test_a_node_of_sizes_that_cannot_be_is_not_used(
+async def test_a_node_of_sizes_that_cannot_be_is_not_used(
     model_folder: Path, layout: dict[str, int], limits: dict[str, int], field: str
 ) -> None:
-    async def run() -> None:
-        broken = FakeNode(
-            Role.DECODE,
-            "broken",
-            layout=msgspec.structs.replace(LAYOUT, **layout),
-            limits=msgspec.structs.replace(LIMITS, **limits),
-        )
-        async with broken, joined_router(model_folder, [broken], wait=False) as (_, client):
-            wanted = f"{field}: {(layout | limits)[field]} is below 1"
-            while (member := (await client.get("/health")).json()["decode"][0]).get("reason") != wanted:
-                await asyncio.sleep(0.02)
-            assert member["state"] == "refused"
-
-    asyncio.run(run())
+    broken = FakeNode(
+        Role.DECODE,
+        "broken",
+        layout=msgspec.structs.replace(LAYOUT, **layout),
+        limits=msgspec.structs.replace(LIMITS, **limits),
+    )
+    async with broken, joined_router(model_folder, [broken], wait=False) as (_, client):
+        wanted = f"{field}: {(layout | limits)[field]} is below 1"
+        while (member := (await client.get("/health")).json()["decode"][0]).get("reason") != wanted:
+            await asyncio.sleep(0.02)
+        assert member["state"] == "refused"
 
 
-def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> None:
+async def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> None:
     """Calls are counted, so that a node could tell the number of the next one."""
 
-    async def run() -> None:
-        async with (
-            FakeNode(Role.DECODE, "liar") as liar,
-            FakeNode(Role.DECODE, "honest") as honest,
-            joined_router(model_folder, [liar, honest]) as (router, _),
-        ):
-            nodes: Iterator[Any] = (n for n in router._membership.all_live() if n.ref.node_id == "honest")
-            honest.flushes = True
+    async with (
+        FakeNode(Role.DECODE, "liar") as liar,
+        FakeNode(Role.DECODE, "honest") as honest,
+        joined_router(model_folder, [liar, honest]) as (router, _),
+    ):
+        nodes: Iterator[Any] = (n for n in router._membership.all_live() if n.ref.node_id == "honest")
+        honest.flushes = True
 
-            def ask(call_id: int) -> Flush:
-                liar.send(Answered(call_id, False, "told by another node"))
-                return Flush(call_id)
+        def ask(call_id: int) -> Flush:
+            liar.send(Answered(call_id, False, "told by another node"))
+            return Flush(call_id)
 
-            answers = await router._membership.call(ask, 10.0, [next(nodes)])
-            assert answers["honest"].ok
-
-    asyncio.run(run())
+        answers = await router._membership.call(ask, 10.0, [next(nodes)])
+        assert answers["honest"].ok
