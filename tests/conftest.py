@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 
 from tests.device import device
@@ -34,13 +35,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "uvloop: a coroutine that runs in the router's own event loop")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test may be a coroutine function. Its fixtures are none, and know no event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    run = uvloop.run if pyfuncitem.get_closest_marker("uvloop") else asyncio.run
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
 
 

@@ -182,7 +182,6 @@ async def test_a_batch_is_let_in_whole_or_not_at_all(model_folder: Path) -> None
 
 async def test_a_burst_is_counted_exactly(model_folder: Path) -> None:
     """Long prompts are tokenized in a thread: their places are taken before that, and no more than there are."""
-
     async with full(model_folder, 8) as (_, client, nodes):
         text = "The quick brown fox " * 125
         burst = [asyncio.create_task(client.post("/generate", json={"text": text})) for _ in range(30)]

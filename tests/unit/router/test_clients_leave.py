@@ -41,10 +41,7 @@ PATIENT = ConnectionOptions(
 """No timer of a connection ends within the test: one that holds the connection fails it."""
 SMALL_BYTES = 4096
 CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n"
-GENERATE: dict[str, object] = {
-    "text": "a fox",
-    "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
-}
+GENERATE: dict[str, object] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 KINDS = (Connection, HttpToolsProtocol, RequestResponseCycle, httptools.HttpRequestParser, JsonRequest)
 
 Stage = Callable[[RawClient], Awaitable[None]]
@@ -181,7 +178,8 @@ def live() -> Counter[str]:
 @pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
 @pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
 @pytest.mark.parametrize("stage", [*STAGES, *HANDSHAKES])
-def test_nothing_stays_of_a_client_that_leaves(
+@pytest.mark.uvloop
+async def test_nothing_stays_of_a_client_that_leaves(
     model_folder: Path, request: pytest.FixtureRequest, stage: str, secure: bool, resets: bool
 ) -> None:
     tls = request.getfixturevalue("certificate") if secure else TlsOptions()
@@ -192,33 +190,30 @@ def test_nothing_stays_of_a_client_that_leaves(
         async with leaving(port, context if said is None else None, resets=resets) as client:
             await (STAGES[stage] if said is None else sends(said))(client)
 
-    async def run() -> None:
-        http = HttpOptions(port=0, served_model_name="tiny", tls=tls)
-        async with (
-            pair(decode=one_then_nothing) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode], http=http, connections=PATIENT, wait=False) as (
-                router,
-                plain,
-            ),
-        ):
-            await plain.aclose()
-            await eventually(lambda: len(router._membership.all_live()) == 2)
+    http = HttpOptions(port=0, served_model_name="tiny", tls=tls)
+    async with (
+        pair(decode=one_then_nothing) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode], http=http, connections=PATIENT, wait=False) as (
+            router,
+            plain,
+        ),
+    ):
+        await plain.aclose()
+        await eventually(lambda: len(router._membership.all_live()) == 2)
 
-            async def visited(num_clients: int) -> None:
-                await asyncio.gather(*(visit(router.http_port) for _ in range(num_clients)))
-                if stage == BEHIND:
-                    for work in decode.all(Decode):
-                        decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+        async def visited(num_clients: int) -> None:
+            await asyncio.gather(*(visit(router.http_port) for _ in range(num_clients)))
+            if stage == BEHIND:
+                for work in decode.all(Decode):
+                    decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
 
-            await visited(1)  # what is made once, such as the OpenAPI document
-            await eventually(lambda: len(router._server.connections) == 0)
-            gc.collect()
-            before = live()
-            await visited(NUM_CLIENTS)
-            await eventually(lambda: not live() - before, lambda: live() - before)
-            await eventually(lambda: router._dispatcher.num_running == 0)
-
-    uvloop.run(run())
+        await visited(1)  # what is made once, such as the OpenAPI document
+        await eventually(lambda: len(router._server.connections) == 0)
+        gc.collect()
+        before = live()
+        await visited(NUM_CLIENTS)
+        await eventually(lambda: not live() - before, lambda: live() - before)
+        await eventually(lambda: router._dispatcher.num_running == 0)
 
 
 # ------------------------------------------------------------------------------------------- much for little

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-import uvloop
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -66,24 +65,22 @@ class Scene:
         await asyncio.Event().wait()
 
 
-def test_no_probe_comes_in_front_of_a_status_line_that_waits() -> None:
-    async def run() -> None:
-        scene = Scene()
-        scene.connection.data_received(REQUEST)
-        scene.connection.pause_writing()  # for an answer before
-        assert scene.connection.eof_received()
-        scene.go_on.set()
-        await asyncio.sleep(0.01)
-        scene.connection.resume_writing()
-        scene.connection._probe(600)  # its timer ends before the app's turn
-        assert scene.transport.written == b""
-        await eventually(lambda: scene.transport.written.startswith(b"HTTP/1.1 200 OK"))
-        scene.connection._cancel_client_timer()
-        scene.connection._probe(600)
-        assert scene.transport.written.endswith(b"\r\n\r\n3\r\n:\n\n\r\n")
-        scene.connection.connection_lost(None)
-
-    uvloop.run(run())
+@pytest.mark.uvloop
+async def test_no_probe_comes_in_front_of_a_status_line_that_waits() -> None:
+    scene = Scene()
+    scene.connection.data_received(REQUEST)
+    scene.connection.pause_writing()  # for an answer before
+    assert scene.connection.eof_received()
+    scene.go_on.set()
+    await asyncio.sleep(0.01)
+    scene.connection.resume_writing()
+    scene.connection._probe(600)  # its timer ends before the app's turn
+    assert scene.transport.written == b""
+    await eventually(lambda: scene.transport.written.startswith(b"HTTP/1.1 200 OK"))
+    scene.connection._cancel_client_timer()
+    scene.connection._probe(600)
+    assert scene.transport.written.endswith(b"\r\n\r\n3\r\n:\n\n\r\n")
+    scene.connection.connection_lost(None)
 
 
 @pytest.mark.parametrize("trailers", [False, True])
@@ -95,20 +92,18 @@ def test_no_probe_comes_in_front_of_a_status_line_that_waits() -> None:
     ],
     ids=["bytes", "headers"],
 )
-def test_requests_that_wait_are_bounded_by_their_headers(
+@pytest.mark.uvloop
+async def test_requests_that_wait_are_bounded_by_their_headers(
     fields: bytes, num_requests: int, trailers: bool
 ) -> None:
-    async def run() -> None:
-        waits = REQUEST[:-2] + fields + b"\r\n"
-        if trailers:
-            waits = REQUEST[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + fields + b"\r\n"
-        scene = Scene()
-        scene.connection.data_received(REQUEST)
-        await asyncio.sleep(0.01)
-        scene.connection.data_received(waits * (num_requests - 1))
-        assert not scene.transport.closed
-        scene.connection.data_received(waits + trailers * REQUEST)
-        assert scene.transport.closed
-        scene.connection.connection_lost(None)
-
-    uvloop.run(run())
+    waits = REQUEST[:-2] + fields + b"\r\n"
+    if trailers:
+        waits = REQUEST[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + fields + b"\r\n"
+    scene = Scene()
+    scene.connection.data_received(REQUEST)
+    await asyncio.sleep(0.01)
+    scene.connection.data_received(waits * (num_requests - 1))
+    assert not scene.transport.closed
+    scene.connection.data_received(waits + trailers * REQUEST)
+    assert scene.transport.closed
+    scene.connection.connection_lost(None)

@@ -138,7 +138,6 @@ async def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCa
 @pytest.mark.parametrize("joined", [False, True], ids=["listed first", "joined first"])
 async def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
     """One that is not listed, and is lost at the same time, is forgotten meanwhile."""
-
     timing = dataclasses.replace(TIMING, forget_s=0.05)
     async with (
         FakeNode(Role.DECODE, "d0") as kept,
@@ -185,7 +184,6 @@ class NoReqs:
 
 async def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
     """A pod that was started anew has another address, and the name is looked up by operators."""
-
     async with new_membership() as (membership, _):
         changes = FleetChanges(
             membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
@@ -209,7 +207,6 @@ async def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
 
 async def test_a_node_is_told_to_resume_only_while_it_is_added() -> None:
     """Else each later connection would take back the drain of another router."""
-
     async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
         changes = FleetChanges(
             membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None

@@ -322,7 +322,6 @@ async def test_degraded_without_prefill_nodes(model_folder: Path) -> None:
 @pytest.mark.parametrize("hung", [Role.PREFILL, Role.DECODE])
 async def test_degraded_without_a_link(model_folder: Path, hung: Role) -> None:
     """One end says so at once, unasked; the decode node prefills by itself until there is a link again."""
-
     async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
         ends = (decode, prefill) if hung is Role.PREFILL else (prefill, decode)
         body = {"text": "a long prompt, to be split " * 4, **PARAMS}
@@ -342,7 +341,6 @@ async def test_degraded_without_a_link(model_folder: Path, hung: Role) -> None:
 
 async def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
     """It gets nothing new, what it has ends well, and /health says what is wrong."""
-
     async with (
         FakeNode(Role.DECODE, "decode-0") as leaking,
         FakeNode(Role.DECODE, "decode-1") as sound,

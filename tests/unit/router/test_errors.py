@@ -369,7 +369,6 @@ async def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
 
 async def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
     """curl -d says that it sends a form; of two fields with one name the last counts; NUL is a character."""
-
     async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
         body = b'{"text": 5, "text": "a\\u0000b", "sampling_params": {"max_new_tokens": 1}}'
         for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json; charset=latin-1"):

@@ -47,7 +47,6 @@ async def test_health_generate_goes_through_both_fleets(model_folder: Path) -> N
 
 async def test_a_load_that_is_asked_for_is_newer_than_the_call() -> None:
     """A pong that was under way before, and one that tells of a change of links, are no answers to it."""
-
     async with FakeNode(Role.DECODE) as decode:
         with (
             zmq.asyncio.Context() as context,
@@ -265,7 +264,6 @@ async def test_a_node_joins_by_itself(model_folder: Path) -> None:
 
 async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:
     """Each dial takes three, of 1023."""
-
     with socket.create_server(("", 0), backlog=400) as mute, contextlib.ExitStack() as accepted:
         mute.setblocking(False)
         hosts = [f"127.1.{i // 200}.{i % 200 + 1}" for i in range(400)]

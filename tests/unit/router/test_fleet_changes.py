@@ -243,7 +243,6 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
 
 async def test_adding_a_node(model_folder: Path) -> None:
     """Its numerics may differ: whether it gets pages is between the nodes."""
-
     other = FakeNode(Role.DECODE, "decode-1")
     other.layout = msgspec.structs.replace(other.layout, numerics="native-1/amx/bfloat16")
     async with serving(model_folder) as (prefill, _, client), other:

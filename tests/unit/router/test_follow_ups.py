@@ -129,7 +129,6 @@ async def test_without_a_prefill_node_there_is_no_limit(model_folder: Path) -> N
 
 async def test_a_burst_is_shared_by_those_that_hold_the_same(model_folder: Path) -> None:
     """No node answers before all requests are sent, so no load tells the router what it has just sent."""
-
     async with contextlib.AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(FakeNode(Role.PREFILL))
         decodes = [await stack.enter_async_context(FakeNode(Role.DECODE, f"d{i}")) for i in range(4)]

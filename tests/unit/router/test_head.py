@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-import uvloop
+import pytest
 
 from router.http.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
 from tests.unit.router.fakes import joined_router, pair
 from tests.unit.router.raw_client import raw_client
+
+pytestmark = pytest.mark.uvloop
 
 ORIGIN = {"Origin": "https://a.example"}
 ENDLESS = "/live"
@@ -23,58 +25,45 @@ def told(response: httpx.Response) -> dict[str, str]:
     return {name: value for name, value in response.headers.items() if name not in VARIES}
 
 
-def test_head_is_get_without_a_body(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, served_model_name="tiny", allowed_origins=(ORIGIN["Origin"],))
-        async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
-            document = (await client.get("/openapi.json")).json()
-            paths = [
-                path for path, methods in document["paths"].items() if "get" in methods and "{" not in path
-            ]
-            assert ENDLESS in paths and len(paths) > 8
-            for path in (*paths, *ODD_PATHS, *PAGE_PATHS):
-                async with client.stream("GET", path, headers=ORIGIN) as get:
-                    pass
-                head = await client.head(path, headers=ORIGIN)
-                assert (head.status_code, told(head)) == (get.status_code, told(get)), path
-                assert head.content == b"" and head.headers["x-request-id"], path
-            page, of_page = await client.get("/"), await client.head("/")
-            assert (
-                of_page.headers["content-length"] == str(len(page.content)) == page.headers["content-length"]
-            )
-            for path in ("/generate", "/v1/completions"):
-                head = await client.head(path)
-                assert (head.status_code, head.headers["allow"]) == (405, "POST")
-
-    uvloop.run(run())
+async def test_head_is_get_without_a_body(model_folder: Path) -> None:
+    http = HttpOptions(port=0, served_model_name="tiny", allowed_origins=(ORIGIN["Origin"],))
+    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+        document = (await client.get("/openapi.json")).json()
+        paths = [path for path, methods in document["paths"].items() if "get" in methods and "{" not in path]
+        assert ENDLESS in paths and len(paths) > 8
+        for path in (*paths, *ODD_PATHS, *PAGE_PATHS):
+            async with client.stream("GET", path, headers=ORIGIN) as get:
+                pass
+            head = await client.head(path, headers=ORIGIN)
+            assert (head.status_code, told(head)) == (get.status_code, told(get)), path
+            assert head.content == b"" and head.headers["x-request-id"], path
+        page, of_page = await client.get("/"), await client.head("/")
+        assert of_page.headers["content-length"] == str(len(page.content)) == page.headers["content-length"]
+        for path in ("/generate", "/v1/completions"):
+            head = await client.head(path)
+            assert (head.status_code, head.headers["allow"]) == (405, "POST")
 
 
-def test_head_ends_where_get_is_endless_and_the_connection_goes_on(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes)) as (router, _),
-            raw_client(router.http_port) as client,
-        ):
-            for path in (ENDLESS, "/health", ENDLESS):
-                client.send(f"HEAD {path} HTTP/1.1\nHost: a\n\n")
-                head = await client.read_until(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-            client.send("GET /health HTTP/1.1\nHost: a\n\n")
-            assert (await client.answer()).status == 200
-
-    uvloop.run(run())
+async def test_head_ends_where_get_is_endless_and_the_connection_goes_on(model_folder: Path) -> None:
+    async with (
+        pair() as nodes,
+        joined_router(model_folder, list(nodes)) as (router, _),
+        raw_client(router.http_port) as client,
+    ):
+        for path in (ENDLESS, "/health", ENDLESS):
+            client.send(f"HEAD {path} HTTP/1.1\nHost: a\n\n")
+            head = await client.read_until(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        client.send("GET /health HTTP/1.1\nHost: a\n\n")
+        assert (await client.answer()).status == 200
 
 
-def test_head_needs_the_key_that_get_needs(model_folder: Path) -> None:
-    async def run() -> None:
-        http = HttpOptions(port=0, served_model_name="tiny", api_keys=("k",))
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
-        ):
-            for path, status in (("/", 200), ("/server_info", 401), ("/metrics", 401)):
-                assert (await client.head(path)).status_code == status
-            assert (await client.head("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200
-
-    uvloop.run(run())
+async def test_head_needs_the_key_that_get_needs(model_folder: Path) -> None:
+    http = HttpOptions(port=0, served_model_name="tiny", api_keys=("k",))
+    async with (
+        pair() as nodes,
+        joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
+    ):
+        for path, status in (("/", 200), ("/server_info", 401), ("/metrics", 401)):
+            assert (await client.head(path)).status_code == status
+        assert (await client.head("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200

@@ -7,13 +7,12 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import (
@@ -38,8 +37,7 @@ GENERATE: dict[str, Any] = {"text": "a fox", "sampling_params": {"max_new_tokens
 MAX_BODY_BYTES = 4000
 TOO_LARGE = f"the headers and trailers are larger than {MAX_HEADER_BYTES} bytes"
 
-Scene = Callable[[int, FakeNode], Awaitable[None]]
-"""What clients do with the router on this port, and its decode node."""
+pytestmark = pytest.mark.uvloop
 
 
 @pytest.fixture(autouse=True)
@@ -50,34 +48,23 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not loud, loud
 
 
-def play(
-    model_folder: Path,
-    scene: Scene,
-    options: ConnectionOptions = PATIENT,
-    *,
-    log_requests: bool = False,
-    **scripts: object,
-) -> None:
-    """Run `scene`; afterwards no sequence, task or open file of it may be left in the router."""
-
-    async def run() -> None:
-        limits = HttpLimits(max_body_bytes=MAX_BODY_BYTES)
-        http = HttpOptions(port=0, served_model_name="tiny", limits=limits, log_requests=log_requests)
-        async with (
-            pair(**scripts) as (prefill, decode),
-            joined_router(model_folder, [prefill, decode], http=http, connections=options) as (
-                router,
-                client,
-            ),
-        ):
-            await client.aclose()
-            await asyncio.sleep(0.05)
-            before = held()
-            await scene(router.http_port, decode)
-            await eventually(lambda: not any(now > then for now, then in zip(held(), before, strict=True)))
-            assert router._dispatcher.num_running == 0
-
-    uvloop.run(run())
+@contextlib.asynccontextmanager
+async def playing(
+    model_folder: Path, options: ConnectionOptions = PATIENT, *, log_requests: bool = False, **scripts: object
+) -> AsyncIterator[tuple[int, FakeNode]]:
+    """A router's port and its decode node. No sequence, task or open file may be left in the router afterwards."""
+    limits = HttpLimits(max_body_bytes=MAX_BODY_BYTES)
+    http = HttpOptions(port=0, served_model_name="tiny", limits=limits, log_requests=log_requests)
+    async with (
+        pair(**scripts) as (prefill, decode),
+        joined_router(model_folder, [prefill, decode], http=http, connections=options) as (router, client),
+    ):
+        await client.aclose()
+        await asyncio.sleep(0.05)
+        before = held()
+        yield router.http_port, decode
+        await eventually(lambda: not any(now > then for now, then in zip(held(), before, strict=True)))
+        assert router._dispatcher.num_running == 0
 
 
 def held() -> tuple[int, int]:
@@ -96,55 +83,53 @@ async def streaming(port: int, **fields: object) -> AsyncIterator[RawClient]:
 
 
 # ---------------------------------------------------------------------------------------------- too slow
-def test_who_sends_nothing_is_closed(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            assert await client.closed() == b""
+async def test_who_sends_nothing_is_closed(model_folder: Path) -> None:
+    async with (
+        playing(model_folder, replace(PATIENT, header_timeout_s=0.2)) as (port, _),
+        raw_client(port) as client,
+    ):
+        assert await client.closed() == b""
 
-    play(model_folder, scene, replace(PATIENT, header_timeout_s=0.2))
 
-
-def test_what_is_refused_below_the_app_is_logged(
+async def test_what_is_refused_below_the_app_is_logged(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(b"no http\r\n\r\n")
+    caplog.set_level(logging.INFO)
+    async with playing(model_folder, log_requests=True) as (port, _), raw_client(port) as client:
+        client.send(b"no http\r\n\r\n")
+        answer = await client.answer()
+
+        def logged() -> list[str]:
+            return [r.getMessage() for r in caplog.records if "status=400" in r.getMessage()]
+
+        told = await eventually(logged)
+        assert len(told) == 1 and told[0].startswith("request ")
+        assert f"request_id={answer.headers['x-request-id']}" in told[0]
+
+
+async def test_headers_that_come_too_slowly(model_folder: Path) -> None:
+    async with (
+        playing(model_folder, replace(PATIENT, header_timeout_s=2)) as (port, _),
+        raw_client(port) as first,
+        raw_client(port) as later,
+    ):
+        later.send(HEALTH)
+        assert (await later.answer()).status == 200
+        for client in (first, later):
+            client.send("GET /health HTTP/1.1\n")
+        for _ in range(4):  # a trickle is no excuse
+            await asyncio.sleep(0.05)
+            first.send("a: b\n")
+        for client in (first, later):
             answer = await client.answer()
-
-            def logged() -> list[str]:
-                return [r.getMessage() for r in caplog.records if "status=400" in r.getMessage()]
-
-            told = await eventually(logged)
-            assert len(told) == 1 and told[0].startswith("request ")
-            assert f"request_id={answer.headers['x-request-id']}" in told[0]
-
-    with caplog.at_level(logging.INFO):
-        play(model_folder, scene, log_requests=True)
+            assert (answer.status, answer.headers["connection"]) == (408, "close")
+            assert len(answer.headers["x-request-id"]) == 32
+            assert answer.error["message"] == "the headers did not arrive within 2 s"
+            assert await client.closed() == b""
 
 
-def test_headers_that_come_too_slowly(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as first, raw_client(port) as later:
-            later.send(HEALTH)
-            assert (await later.answer()).status == 200
-            for client in (first, later):
-                client.send("GET /health HTTP/1.1\n")
-            for _ in range(4):  # a trickle is no excuse
-                await asyncio.sleep(0.05)
-                first.send("a: b\n")
-            for client in (first, later):
-                answer = await client.answer()
-                assert (answer.status, answer.headers["connection"]) == (408, "close")
-                assert len(answer.headers["x-request-id"]) == 32
-                assert answer.error["message"] == "the headers did not arrive within 2 s"
-                assert await client.closed() == b""
-
-    play(model_folder, scene, replace(PATIENT, header_timeout_s=2))
-
-
-def test_a_body_that_comes_too_slowly(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_a_body_that_comes_too_slowly(model_folder: Path) -> None:
+    async with playing(model_folder, replace(PATIENT, body_timeout_s=0.2)) as (port, _):
         for path in ("/generate", "/v1/chat/completions", "/tokenize"):
             async with raw_client(port) as client:
                 headers = "Host: a\nX-Request-Id: mine\nContent-Length: 100"
@@ -155,39 +140,30 @@ def test_a_body_that_comes_too_slowly(model_folder: Path) -> None:
                 assert answer.error["message"] == "the body did not arrive within 0.2 s"
                 assert await client.closed() == b""
 
-    play(model_folder, scene, replace(PATIENT, body_timeout_s=0.2))
+
+async def test_a_body_after_its_answer_cannot_hold_the_connection(model_folder: Path) -> None:
+    async with (
+        playing(model_folder, replace(PATIENT, body_timeout_s=0.2)) as (port, _),
+        raw_client(port) as client,
+    ):
+        client.send(f"POST /generate HTTP/1.1\nHost: a\nContent-Length: {MAX_BODY_BYTES + 1}\n\n")
+        assert (await client.answer()).status == 413
+        client.send("x")
+        assert await client.closed() == b""
 
 
-def test_a_body_after_its_answer_cannot_hold_the_connection(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(f"POST /generate HTTP/1.1\nHost: a\nContent-Length: {MAX_BODY_BYTES + 1}\n\n")
-            assert (await client.answer()).status == 413
-            client.send("x")
-            assert await client.closed() == b""
-
-    play(model_folder, scene, replace(PATIENT, body_timeout_s=0.2))
-
-
-def test_an_idle_connection_is_closed(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(HEALTH)
-            assert (await client.answer()).status == 200
-            assert await client.closed() == b""
-
-    play(model_folder, scene, replace(PATIENT, keep_alive_timeout_s=1))
+async def test_an_idle_connection_is_closed(model_folder: Path) -> None:
+    async with (
+        playing(model_folder, replace(PATIENT, keep_alive_timeout_s=1)) as (port, _),
+        raw_client(port) as client,
+    ):
+        client.send(HEALTH)
+        assert (await client.answer()).status == 200
+        assert await client.closed() == b""
 
 
-def test_timers_leave_those_alone_whom_the_router_makes_wait(model_folder: Path) -> None:
+async def test_timers_leave_those_alone_whom_the_router_makes_wait(model_folder: Path) -> None:
     """Its own slowness is no reason to hang up: a request may be queued far longer than a client may be slow."""
-
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(post("/generate", GENERATE))
-            assert (await client.answer()).status == 200
-            client.send(post("/generate", {**GENERATE, "stream": True}))
-            assert (await client.answer()).body.endswith(b"data: [DONE]\n\n")
 
     async def late(node: FakeNode, work: Any) -> None:
         for position in range(4):
@@ -196,7 +172,11 @@ def test_timers_leave_those_alone_whom_the_router_makes_wait(model_folder: Path)
             node.tokens(work.key, position, [node.story[position]], finish)
 
     hasty = replace(PATIENT, header_timeout_s=1.5, body_timeout_s=1.5, write_timeout_s=1.5)
-    play(model_folder, scene, hasty, decode=late)
+    async with playing(model_folder, hasty, decode=late) as (port, _), raw_client(port) as client:
+        client.send(post("/generate", GENERATE))
+        assert (await client.answer()).status == 200
+        client.send(post("/generate", {**GENERATE, "stream": True}))
+        assert (await client.answer()).body.endswith(b"data: [DONE]\n\n")
 
 
 # ------------------------------------------------------------------------------------------------ too much
@@ -211,44 +191,35 @@ def test_timers_leave_those_alone_whom_the_router_makes_wait(model_folder: Path)
     ],
     ids=["one long header", "a long name", "several headers", "a long path", "a header without an end"],
 )
-def test_headers_that_are_too_large(model_folder: Path, head: str) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(head)
-            answer = await client.answer()
-            assert answer.status == 431 and len(answer.headers["x-request-id"]) == 32
-            assert answer.error["message"] == TOO_LARGE
-            assert await client.closed() == b""
-
-    play(model_folder, scene)
+async def test_headers_that_are_too_large(model_folder: Path, head: str) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        client.send(head)
+        answer = await client.answer()
+        assert answer.status == 431 and len(answer.headers["x-request-id"]) == 32
+        assert answer.error["message"] == TOO_LARGE
+        assert await client.closed() == b""
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 700], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("has_end", [True, False])
-def test_headers_that_are_too_many(model_folder: Path, piece: int, has_end: bool) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            headers = "X-Request-Id: mine\nHost: a\n" + "x: y\n" * MAX_HEADERS
-            await client.send_in_pieces(f"GET /health HTTP/1.1\n{headers}" + has_end * "\n", piece)
-            answer = await client.answer()
-            assert (answer.status, answer.headers["x-request-id"]) == (431, "mine")
-            message = f"the request has more than {MAX_HEADERS} headers and trailers"
-            assert answer.error["message"] == message
-            assert await client.closed() == b""
-
-    play(model_folder, scene)
+async def test_headers_that_are_too_many(model_folder: Path, piece: int, has_end: bool) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        headers = "X-Request-Id: mine\nHost: a\n" + "x: y\n" * MAX_HEADERS
+        await client.send_in_pieces(f"GET /health HTTP/1.1\n{headers}" + has_end * "\n", piece)
+        answer = await client.answer()
+        assert (answer.status, answer.headers["x-request-id"]) == (431, "mine")
+        message = f"the request has more than {MAX_HEADERS} headers and trailers"
+        assert answer.error["message"] == message
+        assert await client.closed() == b""
 
 
-def test_headers_that_are_just_small_enough(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            for _ in range(2):
-                client.send(f"GET /health HTTP/1.1\nHost: a\nx: {'y' * (MAX_HEADER_BYTES - 100)}\n\n")
-                assert (await client.answer()).status == 200
-                client.send("GET /health HTTP/1.1\nHost: a\n" + "x: y\n" * (MAX_HEADERS - 1) + "\n")
-                assert (await client.answer()).status == 200
-
-    play(model_folder, scene)
+async def test_headers_that_are_just_small_enough(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        for _ in range(2):
+            client.send(f"GET /health HTTP/1.1\nHost: a\nx: {'y' * (MAX_HEADER_BYTES - 100)}\n\n")
+            assert (await client.answer()).status == 200
+            client.send("GET /health HTTP/1.1\nHost: a\n" + "x: y\n" * (MAX_HEADERS - 1) + "\n")
+            assert (await client.answer()).status == 200
 
 
 CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n"
@@ -265,8 +236,10 @@ CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n"
     ],
     ids=["many", "large", "a value without an end", "a name without an end"],
 )
-def test_trailers_that_are_too_much(model_folder: Path, trailers: str, message: str, piece: int) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
+async def test_trailers_that_are_too_much(
+    model_folder: Path, trailers: str, message: str, piece: int
+) -> None:
+    async with playing(model_folder) as (port, decode):
         async with raw_client(port) as client:
             client.send(f"{CHUNKED}X-Request-Id: mine\n\n2\n{{}}\n0\n")
             await client.send_in_pieces(trailers, piece)
@@ -282,11 +255,9 @@ def test_trailers_that_are_too_much(model_folder: Path, trailers: str, message: 
             assert b"HTTP/1.1" not in await client.closed()
         assert decode.all(Decode) == []
 
-    play(model_folder, scene)
 
-
-def test_trailers_are_no_headers(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_trailers_are_no_headers(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         body = post("/generate", GENERATE).partition(b"\r\n\r\n")[2]
         chunk = b"%x\r\n%s\r\n" % (len(body), body)
         head = f"{CHUNKED}X-Request-Id: mine\n\n".replace("\n", "\r\n").encode()
@@ -299,52 +270,41 @@ def test_trailers_are_no_headers(model_folder: Path) -> None:
                 answer = await client.answer()
                 assert (answer.status, answer.headers["x-request-id"]) == (200, "mine")
 
-    play(model_folder, scene)
 
-
-def test_a_body_of_many_tiny_chunks_is_no_header(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(f"{CHUNKED}\n")
-            for _ in range(2 * MAX_HEADER_BYTES // 1000 + 1):
-                client.send("1;" + "x" * 1000)
-                client.send("\n{\n")
-                await asyncio.sleep(0)
-            client.send("0\n\n")
-            assert (await client.answer()).status == 400
-
-    play(model_folder, scene)
+async def test_a_body_of_many_tiny_chunks_is_no_header(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        client.send(f"{CHUNKED}\n")
+        for _ in range(2 * MAX_HEADER_BYTES // 1000 + 1):
+            client.send("1;" + "x" * 1000)
+            client.send("\n{\n")
+            await asyncio.sleep(0)
+        client.send("0\n\n")
+        assert (await client.answer()).status == 400
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/generate"])
-def test_a_body_of_chunks_that_are_too_small(model_folder: Path, path: str) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(f"POST {path} HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
-            if path == "/nowhere":  # an answer that does not wait for the body
-                assert (await client.answer()).status == 404
-            sent = "1\n \n" * 2 * MAX_SMALL_CHUNKS
-            await client.send_in_pieces(sent, 700)
-            rest = await client.closed()  # a reset may overtake the answer, but not another one
-            assert rest == b"" or (path == "/generate" and b"more than %d chunks" % MAX_SMALL_CHUNKS in rest)
-
-    play(model_folder, scene)
+async def test_a_body_of_chunks_that_are_too_small(model_folder: Path, path: str) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        client.send(f"POST {path} HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
+        if path == "/nowhere":  # an answer that does not wait for the body
+            assert (await client.answer()).status == 404
+        sent = "1\n \n" * 2 * MAX_SMALL_CHUNKS
+        await client.send_in_pieces(sent, 700)
+        rest = await client.closed()  # a reset may overtake the answer, but not another one
+        assert rest == b"" or (path == "/generate" and b"more than %d chunks" % MAX_SMALL_CHUNKS in rest)
 
 
-def test_chunks_of_a_good_size_may_be_many(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send("POST /nowhere HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
-            await client.send_in_pieces(f"40\n{'x' * 64}\n" * 4 * MAX_SMALL_CHUNKS, 9000)
-            client.send("0\n\n" + HEALTH)
-            assert [(await client.answer()).status for _ in range(2)] == [404, 200]
-
-    play(model_folder, scene)
+async def test_chunks_of_a_good_size_may_be_many(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        client.send("POST /nowhere HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
+        await client.send_in_pieces(f"40\n{'x' * 64}\n" * 4 * MAX_SMALL_CHUNKS, 9000)
+        client.send("0\n\n" + HEALTH)
+        assert [(await client.answer()).status for _ in range(2)] == [404, 200]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_not_wanted_is_read_up_to_a_bound(model_folder: Path, chunked: bool) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_a_body_that_is_not_wanted_is_read_up_to_a_bound(model_folder: Path, chunked: bool) -> None:
+    async with playing(model_folder) as (port, _):
         length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {1 << 60}"
         piece = f"10000\n{'x' * 65536}\n" if chunked else "x" * 65536
         async with raw_client(port) as client:
@@ -353,23 +313,18 @@ def test_a_body_that_is_not_wanted_is_read_up_to_a_bound(model_folder: Path, chu
             await client.send_in_pieces(piece * (2 * MAX_UNWANTED_BYTES // 65536), 1 << 20)
             assert await client.closed() == b""
 
-    play(model_folder, scene)
 
-
-def test_an_answer_that_does_not_wait_for_a_long_body_arrives(model_folder: Path) -> None:
+async def test_an_answer_that_does_not_wait_for_a_long_body_arrives(model_folder: Path) -> None:
     """As for a long prompt with a wrong key: no reset takes the place of the answer."""
-
-    async def scene(port: int, _: FakeNode) -> None:
+    async with playing(model_folder) as (port, _):
         for _ in range(2):
             async with raw_client(port) as client:
                 client.send(post("/nowhere", "x" * (2 << 20)) + HEALTH.replace("\n", "\r\n").encode())
                 assert [(await client.answer()).status for _ in range(2)] == [413, 200]
 
-    play(model_folder, scene)
 
-
-def test_bodies_that_are_too_large(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_bodies_that_are_too_large(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         async with raw_client(
             port
         ) as client:  # refused before it comes; what comes nevertheless is thrown away
@@ -384,70 +339,61 @@ def test_bodies_that_are_too_large(model_folder: Path) -> None:
                 client.send("3e8\n" + "x" * 1000 + "\n")
             assert (await client.answer()).status == 413
 
-    play(model_folder, scene)
+
+async def test_too_many_connections(model_folder: Path) -> None:
+    async with (
+        playing(model_folder, replace(PATIENT, max_connections=2), decode=one_then_nothing) as (port, decode),
+        streaming(port),
+        streaming(port) as second,
+    ):
+        async with raw_client(port) as third:
+            third.send(HEALTH)
+            assert (await third.answer()).status == 200
+            third.send("GET /metrics?x=1 HTTP/1.1\nHost: a\n\n")
+            assert b"sglang:num_requests_total" in (await third.answer()).body
+            third.send(post("/generate", GENERATE, headers="X-Request-Id: mine\n"))
+            answer = await third.answer()
+            assert answer.headers["x-request-id"] == "mine"
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert answer.error["message"] == "there are already 2 connections, as many as may be"
+            assert await third.closed() == b""
+        async with contextlib.AsyncExitStack() as spares:
+            for _ in range(NUM_SPARE_CONNECTIONS):
+                spare = await spares.enter_async_context(raw_client(port))
+                spare.send(HEALTH)
+                assert (await spare.answer()).status == 200
+            async with raw_client(port) as refused:
+                assert await refused.closed() == b""
+        for work in decode.all(Decode):
+            decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+        assert (await second.read_until(b"data: [DONE]\n\n")).count(b"data: ") == 2
+        async with raw_client(port) as again:  # the second's connection is over or idle, the first one's too
+            again.send(HEALTH)
+            assert (await again.answer()).status == 200
 
 
-def test_too_many_connections(model_folder: Path) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
-        async with streaming(port), streaming(port) as second:
-            async with raw_client(port) as third:
-                third.send(HEALTH)
-                assert (await third.answer()).status == 200
-                third.send("GET /metrics?x=1 HTTP/1.1\nHost: a\n\n")
-                assert b"sglang:num_requests_total" in (await third.answer()).body
-                third.send(post("/generate", GENERATE, headers="X-Request-Id: mine\n"))
-                answer = await third.answer()
-                assert answer.headers["x-request-id"] == "mine"
-                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-                assert answer.error["message"] == "there are already 2 connections, as many as may be"
-                assert await third.closed() == b""
-            async with contextlib.AsyncExitStack() as spares:
-                for _ in range(NUM_SPARE_CONNECTIONS):
-                    spare = await spares.enter_async_context(raw_client(port))
-                    spare.send(HEALTH)
-                    assert (await spare.answer()).status == 200
-                async with raw_client(port) as refused:
-                    assert await refused.closed() == b""
-            for work in decode.all(Decode):
-                decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
-            assert (await second.read_until(b"data: [DONE]\n\n")).count(b"data: ") == 2
-            async with raw_client(
-                port
-            ) as again:  # the second's connection is over or idle, the first one's too
-                again.send(HEALTH)
-                assert (await again.answer()).status == 200
-
-    play(model_folder, scene, replace(PATIENT, max_connections=2), decode=one_then_nothing)
-
-
-def test_too_many_requests_at_once_on_one_connection(model_folder: Path) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
-        async with streaming(port) as client:
-            client.send(HEALTH * (MAX_PIPELINED + 1))
-            assert b"HTTP/1.1" not in await client.closed()  # not in the middle of the stream
-            await decode.wait_for(Cancel)
-
-    play(model_folder, scene, decode=one_then_nothing)
+async def test_too_many_requests_at_once_on_one_connection(model_folder: Path) -> None:
+    async with playing(model_folder, decode=one_then_nothing) as (port, decode), streaming(port) as client:
+        client.send(HEALTH * (MAX_PIPELINED + 1))
+        assert b"HTTP/1.1" not in await client.closed()  # not in the middle of the stream
+        await decode.wait_for(Cancel)
 
 
 # --------------------------------------------------------------------------------------------- odd, but right
-def test_pipelined_requests_are_answered_in_order(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(post("/generate", {**GENERATE, "stream": True}))
-            client.send(HEALTH + "GET /nowhere HTTP/1.1\nHost: a\n\n")
-            client.send(post("/generate", GENERATE))
-            answers = [await client.answer() for _ in range(4)]
-            assert [answer.status for answer in answers] == [200, 200, 404, 200]
-            assert answers[0].body.endswith(b"data: [DONE]\n\n")
-            assert b'"output_ids"' in answers[3].body
-
-    play(model_folder, scene)
+async def test_pipelined_requests_are_answered_in_order(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        client.send(post("/generate", {**GENERATE, "stream": True}))
+        client.send(HEALTH + "GET /nowhere HTTP/1.1\nHost: a\n\n")
+        client.send(post("/generate", GENERATE))
+        answers = [await client.answer() for _ in range(4)]
+        assert [answer.status for answer in answers] == [200, 200, 404, 200]
+        assert answers[0].body.endswith(b"data: [DONE]\n\n")
+        assert b'"output_ids"' in answers[3].body
 
 
 @pytest.mark.parametrize("path", ["/health", "/generate"])
-def test_a_request_names_one_host(model_folder: Path, path: str) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_a_request_names_one_host(model_folder: Path, path: str) -> None:
+    async with playing(model_folder) as (port, _):
         for version, hosts, status in (
             ("1.1", "", 400),
             ("1.1", "Host: a\nHost: a\n", 400),
@@ -460,11 +406,9 @@ def test_a_request_names_one_host(model_folder: Path, path: str) -> None:
                 assert answer.status == status
                 assert status != 400 or "Host" in answer.error["message"]
 
-    play(model_folder, scene)
 
-
-def test_http_1_0(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_http_1_0(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         async with raw_client(port) as client:
             client.send(post("/generate", GENERATE, version="1.0"))
             answer = await client.answer()
@@ -475,11 +419,9 @@ def test_http_1_0(model_folder: Path) -> None:
             assert (await client.answer()).body.endswith(b"data: [DONE]\n\n")
             assert await client.closed() == b""
 
-    play(model_folder, scene)
 
-
-def test_expect_100_continue(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_expect_100_continue(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         request = post("/generate", GENERATE, headers="Expect: 100-continue\n")
         head, _, body = request.partition(b"\r\n\r\n")
         async with raw_client(port) as client:
@@ -492,11 +434,9 @@ def test_expect_100_continue(model_folder: Path) -> None:
             client.send(f"POST /generate HTTP/1.1\nHost: a\n{length}\nExpect: 100-continue\n\n")
             assert (await client.answer()).status == 413
 
-    play(model_folder, scene)
 
-
-def test_chunked_bodies(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_chunked_bodies(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         body = post("/generate", GENERATE).partition(b"\r\n\r\n")[2]
         async with raw_client(port) as client:
             client.send("POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
@@ -508,25 +448,22 @@ def test_chunked_bodies(model_folder: Path) -> None:
             client.send(HEALTH)
             assert (await client.answer()).status == 200
 
-    play(model_folder, scene)
 
-
-def test_an_upgrade_is_not_taken_up(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_an_upgrade_is_not_taken_up(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         for protocol in ("websocket", "h2c"):
             async with raw_client(port) as client:
                 client.send(f"GET /health HTTP/1.1\nHost: a\nConnection: Upgrade\nUpgrade: {protocol}\n\n")
                 assert (await client.answer()).status == 200
 
-    play(model_folder, scene)
-
 
 @pytest.mark.parametrize("piece", [1 << 20, 1, 7], ids=["at once", "bytes", "in pieces"])
 @pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
-def test_a_request_that_offers_an_upgrade_keeps_its_body(model_folder: Path, name: str, piece: int) -> None:
+async def test_a_request_that_offers_an_upgrade_keeps_its_body(
+    model_folder: Path, name: str, piece: int
+) -> None:
     """Java's HttpClient offers HTTP/2 with the first request of a connection."""
-
-    async def scene(port: int, _: FakeNode) -> None:
+    async with playing(model_folder) as (port, _):
         body = json.dumps(GENERATE) + f"\n{name}: in the body is JSON's white space and no JSON"
         offer = f"Connection: Upgrade, HTTP2-Settings\n{name}: h2c\nHTTP2-Settings: AAEA"
         async with raw_client(port) as client:
@@ -541,11 +478,9 @@ def test_a_request_that_offers_an_upgrade_keeps_its_body(model_folder: Path, nam
             client.send(HEALTH)
             assert [(await client.answer()).status for _ in range(2)] == [400, 200]
 
-    play(model_folder, scene)
 
-
-def test_an_upgrade_that_cannot_be_ignored_is_refused(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_an_upgrade_that_cannot_be_ignored_is_refused(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         offer = "Host: a\nConnection: Upgrade\nUpgrade: h2c"
         smuggled = f"GET /health HTTP/1.1\n{offer}\nContent-Length: {len(HEALTH) + 3}\n\n{HEALTH}"
         for sent in ("\n\n" + smuggled, f"CONNECT /health HTTP/1.1\n{offer}\n\n"):
@@ -555,58 +490,46 @@ def test_an_upgrade_that_cannot_be_ignored_is_refused(model_folder: Path) -> Non
                 assert answer.status == 400 and "Upgrade" in answer.error["message"]
                 assert await client.closed() == b""
 
-    play(model_folder, scene)
-
 
 # --------------------------------------------------------------------------------------------- half closed
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_sends_no_more_is_served_to_the_end(model_folder: Path, stream: bool) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(
-                post("/generate", {**GENERATE, "stream": stream}) + post("/tokenize", {"prompt": "a"})
-            )
-            client.writer.write_eof()
-            for work in (await decode.wait_for(Decode),):
-                await asyncio.sleep(0.2)
-                decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
-            answers = [await client.final_answer() for _ in range(2)]
-            assert [answer.status for answer in answers] == [200, 200]
-            assert b'"finish_reason":{"type":"length"' in answers[0].body
-            assert await client.closed() == b""
-
-    play(model_folder, scene, decode=one_then_nothing)
+async def test_a_client_that_sends_no_more_is_served_to_the_end(model_folder: Path, stream: bool) -> None:
+    async with playing(model_folder, decode=one_then_nothing) as (port, decode), raw_client(port) as client:
+        client.send(post("/generate", {**GENERATE, "stream": stream}) + post("/tokenize", {"prompt": "a"}))
+        client.writer.write_eof()
+        for work in (await decode.wait_for(Decode),):
+            await asyncio.sleep(0.2)
+            decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+        answers = [await client.final_answer() for _ in range(2)]
+        assert [answer.status for answer in answers] == [200, 200]
+        assert b'"finish_reason":{"type":"length"' in answers[0].body
+        assert await client.closed() == b""
 
 
-def test_a_client_may_end_its_side_in_the_middle_of_its_stream(model_folder: Path) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
-        async with streaming(port) as client:
-            client.writer.write_eof()
-            while await client.read_until(b"\n\n") != b"\r\n3\r\n:\n\n":
-                pass  # a comment of server-sent events, which says that the stream is on
-            for work in decode.all(Decode):
-                decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
-            assert (await client.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-
-    play(model_folder, scene, decode=one_then_nothing)
+async def test_a_client_may_end_its_side_in_the_middle_of_its_stream(model_folder: Path) -> None:
+    async with playing(model_folder, decode=one_then_nothing) as (port, decode), streaming(port) as client:
+        client.writer.write_eof()
+        while await client.read_until(b"\n\n") != b"\r\n3\r\n:\n\n":
+            pass  # a comment of server-sent events, which says that the stream is on
+        for work in decode.all(Decode):
+            decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+        assert (await client.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_client_that_leaves_is_told_from_one_that_sends_no_more(
+async def test_a_client_that_leaves_is_told_from_one_that_sends_no_more(
     model_folder: Path, version: str, stream: bool
 ) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
+    async with playing(model_folder, decode=one_then_nothing) as (port, decode):
         async with raw_client(port) as client:
             client.send(post("/generate", {**GENERATE, "stream": stream}, version=version))
             await decode.wait_for(Decode)
         await decode.wait_for(Cancel)
 
-    play(model_folder, scene, decode=one_then_nothing)
 
-
-def test_half_a_request_and_no_more(model_folder: Path) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
+async def test_half_a_request_and_no_more(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, _):
         for said in (
             "",
             "GET /heal",
@@ -622,8 +545,6 @@ def test_half_a_request_and_no_more(model_folder: Path) -> None:
             client.writer.write_eof()
             assert (await client.answer()).status == 200
             assert await client.closed() == b""
-
-    play(model_folder, scene)
 
 
 # ------------------------------------------------------------------------------------------------- wrong
@@ -645,20 +566,17 @@ def test_half_a_request_and_no_more(model_folder: Path) -> None:
     ],
     ids=lambda sent: repr(sent[:24]),
 )
-def test_what_is_not_http(model_folder: Path, sent: bytes) -> None:
-    async def scene(port: int, _: FakeNode) -> None:
-        async with raw_client(port) as client:
-            client.send(sent)
-            answer = await client.answer()
-            assert (answer.status, answer.headers["connection"]) == (400, "close")
-            assert answer.error["message"] == "this is not a valid HTTP request"
-            assert await client.closed() == b""
-
-    play(model_folder, scene)
+async def test_what_is_not_http(model_folder: Path, sent: bytes) -> None:
+    async with playing(model_folder) as (port, _), raw_client(port) as client:
+        client.send(sent)
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert answer.error["message"] == "this is not a valid HTTP request"
+        assert await client.closed() == b""
 
 
-def test_half_a_body_and_gone(model_folder: Path) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
+async def test_half_a_body_and_gone(model_folder: Path) -> None:
+    async with playing(model_folder) as (port, decode):
         for path in ("/generate", "/v1/completions", "/detokenize"):
             async with raw_client(port) as client:
                 client.send(f'POST {path} HTTP/1.1\nHost: a\nContent-Length: 100\n\n{{"text"')
@@ -668,25 +586,18 @@ def test_half_a_body_and_gone(model_folder: Path) -> None:
                 await asyncio.sleep(0.05)
         assert decode.all(Decode) == []
 
-    play(model_folder, scene)
+
+async def test_garbage_behind_a_request_never_gets_into_its_answer(model_folder: Path) -> None:
+    async with playing(model_folder, decode=one_then_nothing) as (port, decode), streaming(port) as client:
+        client.send(b"\x00garbage\r\n\r\n")
+        assert b"HTTP/1.1" not in await client.closed()
+        await decode.wait_for(Cancel)
 
 
-def test_garbage_behind_a_request_never_gets_into_its_answer(model_folder: Path) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
-        async with streaming(port) as client:
-            client.send(b"\x00garbage\r\n\r\n")
-            assert b"HTTP/1.1" not in await client.closed()
-            await decode.wait_for(Cancel)
-
-    play(model_folder, scene, decode=one_then_nothing)
-
-
-def test_gone_with_requests_still_waiting_behind_a_stream(model_folder: Path) -> None:
-    async def scene(port: int, decode: FakeNode) -> None:
+async def test_gone_with_requests_still_waiting_behind_a_stream(model_folder: Path) -> None:
+    async with playing(model_folder, decode=one_then_nothing) as (port, decode):
         async with streaming(port) as client:
             client.send(HEALTH * 3)
             await asyncio.sleep(0.05)
         for work in decode.all(Decode):
             decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
-
-    play(model_folder, scene, decode=one_then_nothing)

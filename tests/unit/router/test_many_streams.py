@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from shared.protocol.messages import Role
 from tests.patience import eventually
@@ -25,31 +24,28 @@ CHAT = {"messages": [{"role": "user", "content": "a fox"}], "max_tokens": NUM_TO
 
 
 @pytest.mark.parametrize(("path", "body"), [("/generate", NATIVE), ("/v1/chat/completions", CHAT)])
-def test_five_hundred_streams(model_folder: Path, path: str, body: dict[str, object]) -> None:
+@pytest.mark.uvloop
+async def test_five_hundred_streams(model_folder: Path, path: str, body: dict[str, object]) -> None:
     """They decode in one batch: every step of the node is one message with a token of each."""
+    async with (
+        FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
+        SteppingNode() as decode,
+        joined_router(model_folder, [prefill, decode]) as (router, client),
+    ):
+        await client.aclose()
+        await asyncio.sleep(0.05)
+        files, tasks = num_open_files(), len(asyncio.all_tasks())
 
-    async def run() -> None:
-        async with (
-            FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
-            SteppingNode() as decode,
-            joined_router(model_folder, [prefill, decode]) as (router, client),
-        ):
-            await client.aclose()
-            await asyncio.sleep(0.05)
-            files, tasks = num_open_files(), len(asyncio.all_tasks())
+        async def stream(number: int) -> str:
+            async with raw_client(router.http_port) as raw:
+                raw.send(post(path, {**body, "stream": True, "rid": f"r{number}"}, headers=BATCH))
+                return text_of((await raw.answer()).body)
 
-            async def stream(number: int) -> str:
-                async with raw_client(router.http_port) as raw:
-                    raw.send(post(path, {**body, "stream": True, "rid": f"r{number}"}, headers=BATCH))
-                    return text_of((await raw.answer()).body)
-
-            for _ in range(2):  # a name or a place that is not given back would be missing the second time
-                texts = await asyncio.gather(*map(stream, range(NUM_STREAMS)))
-                assert set(texts) == {TOLD}
-                await eventually(lambda: num_open_files() <= files and len(asyncio.all_tasks()) <= tasks)
-                assert router._dispatcher.num_running == 0
-
-    uvloop.run(run())
+        for _ in range(2):  # a name or a place that is not given back would be missing the second time
+            texts = await asyncio.gather(*map(stream, range(NUM_STREAMS)))
+            assert set(texts) == {TOLD}
+            await eventually(lambda: num_open_files() <= files and len(asyncio.all_tasks()) <= tasks)
+            assert router._dispatcher.num_running == 0
 
 
 def num_open_files() -> int:

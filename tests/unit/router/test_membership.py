@@ -157,7 +157,6 @@ async def test_live_nodes_are_sorted_when_one_changes_and_not_for_each_request()
 
 async def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
     """Else /health would call a fleet whole that has lost all its prefill nodes."""
-
     timing = dataclasses.replace(TIMING, forget_s=0.05)
     async with (
         FakeNode(Role.PREFILL, "p0") as one,
@@ -293,7 +292,6 @@ async def test_a_node_that_takes_no_messages_has_not_crashed() -> None:
 
 async def test_a_node_that_is_refused_does_not_count_on_the_router() -> None:
     """It would wait for that router when its role changes."""
-
     async with (
         FakeNode(Role.DECODE) as node,
         FakeNode(Role.DECODE, "other") as other,

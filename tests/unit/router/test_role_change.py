@@ -315,7 +315,6 @@ async def test_two_decode_nodes_do_not_leave_at_the_same_time(model_folder: Path
 
 async def test_a_change_and_a_removal(model_folder: Path) -> None:
     """Of a node that takes another role, the removal holds; a node that is being removed takes no role."""
-
     async with (
         pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as second,
@@ -428,7 +427,6 @@ async def test_a_node_that_has_left_for_its_role_is_not_lost_while_it_is_away() 
 @pytest.mark.parametrize("restarts", ["no", "there", "elsewhere"])
 async def test_a_node_that_dies_meanwhile(restarts: str) -> None:
     """A node that was restarted has the role of its flags. One of --local has another port then."""
-
     async with FakeNode(Role.PREFILL) as node, new_membership() as (membership, events):
         news = SharedNews(membership.all_live, "router")
         changes = FleetChanges(membership, NoReqs(), news, lambda rid: None)
@@ -453,7 +451,6 @@ async def test_a_node_that_dies_meanwhile(restarts: str) -> None:
 
 async def test_the_role_of_the_hello_counts(model_folder: Path) -> None:
     """A router that was told another one at its start takes the node as what it is."""
-
     async with pair() as (prefill, decode), FakeNode(Role.PREFILL, "changed") as changed:
         told = FakeNode(Role.DECODE)
         told.address = changed.address

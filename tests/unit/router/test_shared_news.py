@@ -311,7 +311,6 @@ async def test_a_node_that_is_added_again_stays_where_it_is_still_drained(model_
 
 async def test_a_removed_node_does_not_come_back_by_old_news(model_folder: Path) -> None:
     """Old news of a node that was removed comes from a router that has not heard of the removal."""
-
     async with (
         pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as added,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import uvloop
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -34,56 +33,52 @@ def request(num_tokens: int) -> dict[str, Any]:
     return {"text": "a fox", "sampling_params": sampling, "stream": True}
 
 
-def test_who_does_not_read_is_buffered_within_bounds_and_others_go_on(model_folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
-            SteppingNode() as decode,
-            joined_router(model_folder, [prefill, decode]) as (router, client),
-            raw_client(router.http_port, buffer_bytes=1024) as stuck,
-        ):
-            stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
-            await eventually(lambda: figure(client, "baton:http_unsent_bytes"))
-            num_told = decode.num_told
-            others = [client.post("/generate", json=request(50)) for _ in range(8)]
-            for other in await asyncio.gather(*others):
-                told = events(other.text)
-                assert told[-1] == "[DONE]" and len(told[-2]["output_ids"]) == 50
-            await eventually(lambda: decode.num_told >= num_told + 8 * 50 + NUM_MISSED)
-            unsent = await figure(client, "baton:http_unsent_bytes")
-            num_until_then = decode.num_told - 8 * 50
-            await stuck.read_until(b"\r\n\r\n")
-            num_seen = largest = 0
-            has_missed = False
-            async with asyncio.timeout(PATIENCE_S):
-                async for event in stuck.chunks():
-                    ids = json.loads(event.removeprefix(b"data: "))["output_ids"]
-                    has_missed |= len(ids) >= num_seen + NUM_MISSED  # what waited has become one event
-                    num_seen, largest = len(ids), max(largest, len(event))
-                    if has_missed and num_seen >= num_until_then:
-                        break
-            assert ids == [decode.story[i % len(decode.story)] for i in range(len(ids))]
-            assert 0 < unsent <= HIGH_WATER_BYTES + largest
-
-    uvloop.run(run())
+@pytest.mark.uvloop
+async def test_who_does_not_read_is_buffered_within_bounds_and_others_go_on(model_folder: Path) -> None:
+    async with (
+        FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
+        SteppingNode() as decode,
+        joined_router(model_folder, [prefill, decode]) as (router, client),
+        raw_client(router.http_port, buffer_bytes=1024) as stuck,
+    ):
+        stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
+        await eventually(lambda: figure(client, "baton:http_unsent_bytes"))
+        num_told = decode.num_told
+        others = [client.post("/generate", json=request(50)) for _ in range(8)]
+        for other in await asyncio.gather(*others):
+            told = events(other.text)
+            assert told[-1] == "[DONE]" and len(told[-2]["output_ids"]) == 50
+        await eventually(lambda: decode.num_told >= num_told + 8 * 50 + NUM_MISSED)
+        unsent = await figure(client, "baton:http_unsent_bytes")
+        num_until_then = decode.num_told - 8 * 50
+        await stuck.read_until(b"\r\n\r\n")
+        num_seen = largest = 0
+        has_missed = False
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in stuck.chunks():
+                ids = json.loads(event.removeprefix(b"data: "))["output_ids"]
+                has_missed |= len(ids) >= num_seen + NUM_MISSED  # what waited has become one event
+                num_seen, largest = len(ids), max(largest, len(event))
+                if has_missed and num_seen >= num_until_then:
+                    break
+        assert ids == [decode.story[i % len(decode.story)] for i in range(len(ids))]
+        assert 0 < unsent <= HIGH_WATER_BYTES + largest
 
 
-def test_who_takes_nothing_for_too_long_is_dropped_and_its_request_aborted(model_folder: Path) -> None:
-    async def run() -> None:
-        options = ConnectionOptions(write_timeout_s=0.3)
-        async with (
-            FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
-            SteppingNode() as decode,
-            joined_router(model_folder, [prefill, decode], connections=options) as (router, client),
-            raw_client(router.http_port, buffer_bytes=1024) as stuck,
-        ):
-            stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
-            await decode.wait_for(Cancel)
-            assert not (await stuck.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-            await until_figure(client, "baton:http_connections", 1)
-            await until_figure(client, "baton:http_unsent_bytes", 0)
-
-    uvloop.run(run())
+@pytest.mark.uvloop
+async def test_who_takes_nothing_for_too_long_is_dropped_and_its_request_aborted(model_folder: Path) -> None:
+    options = ConnectionOptions(write_timeout_s=0.3)
+    async with (
+        FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
+        SteppingNode() as decode,
+        joined_router(model_folder, [prefill, decode], connections=options) as (router, client),
+        raw_client(router.http_port, buffer_bytes=1024) as stuck,
+    ):
+        stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
+        await decode.wait_for(Cancel)
+        assert not (await stuck.closed()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        await until_figure(client, "baton:http_connections", 1)
+        await until_figure(client, "baton:http_unsent_bytes", 0)
 
 
 # ------------------------------------------------------------------------------------ under a clock of its own

@@ -110,7 +110,6 @@ class Recording:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> None:
     """`encode` and `decode` of the library hold it for as long as they take, seconds for a long prompt."""
-
     recording: Any = Recording(kind)
     tokenizer = Tokenizer(recording)
     recording.calls.clear()

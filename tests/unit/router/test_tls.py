@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvloop
 
 from router.flags import build_parser, router_config
 from router.http.config import ConnectionOptions, HttpOptions
@@ -29,7 +28,10 @@ from tests.unit.router.raw_client import RawClient, post
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 from tests.unit.router.test_slow_readers import ENDLESS, request
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+pytestmark = [
+    pytest.mark.uvloop,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates"),
+]
 
 
 def make_certificate(folder: Path, name: str, password: str = "") -> TlsOptions:
@@ -79,91 +81,79 @@ async def ask(router: Router, context: ssl.SSLContext, path: str = "/health") ->
         return (await client.get(path)).status_code
 
 
-def test_answers_and_streams_over_https(model_folder: Path, ours: TlsOptions) -> None:
-    async def run() -> None:
-        async with (
-            pair() as nodes,
-            joined_router(model_folder, list(nodes), http=config_of(ours), wait=False) as (router, plain),
-        ):
-            assert router.url.startswith("https://127.0.0.1:")
-            async with httpx.AsyncClient(
-                base_url=router.url, timeout=PATIENCE_S, verify=trusting(ours)
-            ) as client:
-                await eventually(lambda: _is_ok(client))
-                streamed = await client.post("/generate", json={"text": "a fox", "stream": True})
-                assert streamed.text.endswith("data: [DONE]\n\n")
-            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-                await plain.get("/health")
-            with pytest.raises(httpx.HTTPError):
-                await httpx.AsyncClient().get(router.url.replace("https", "http") + "/health")
-
-    uvloop.run(run())
+async def test_answers_and_streams_over_https(model_folder: Path, ours: TlsOptions) -> None:
+    async with (
+        pair() as nodes,
+        joined_router(model_folder, list(nodes), http=config_of(ours), wait=False) as (router, plain),
+    ):
+        assert router.url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(
+            base_url=router.url, timeout=PATIENCE_S, verify=trusting(ours)
+        ) as client:
+            await eventually(lambda: _is_ok(client))
+            streamed = await client.post("/generate", json={"text": "a fox", "stream": True})
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await plain.get("/health")
+        with pytest.raises(httpx.HTTPError):
+            await httpx.AsyncClient().get(router.url.replace("https", "http") + "/health")
 
 
 async def _is_ok(client: httpx.AsyncClient) -> bool:
     return (await client.get("/health")).json()["status"] == "ok"
 
 
-def test_a_new_certificate_is_read_on_demand(model_folder: Path, folder: Path) -> None:
+async def test_a_new_certificate_is_read_on_demand(model_folder: Path, folder: Path) -> None:
     options = make_certificate(folder, "renewed")
     before = trusting(options)
 
-    async def run() -> None:
-        async with joined_router(model_folder, [], http=config_of(options), wait=False) as (router, _):
-            await ask(router, before)
-            make_certificate(folder, "renewed")
-            after = trusting(options)
-            await ask(router, before)
-            router.reload_files()
-            await ask(router, after)
-            assert options.ssl_keyfile is not None
-            options.ssl_keyfile.write_text("broken")
-            router.reload_files()
-            await ask(router, after)
-
-    uvloop.run(run())
+    async with joined_router(model_folder, [], http=config_of(options), wait=False) as (router, _):
+        await ask(router, before)
+        make_certificate(folder, "renewed")
+        after = trusting(options)
+        await ask(router, before)
+        router.reload_files()
+        await ask(router, after)
+        assert options.ssl_keyfile is not None
+        options.ssl_keyfile.write_text("broken")
+        router.reload_files()
+        await ask(router, after)
 
 
-def test_clients_need_a_certificate_where_authorities_are_given(
+async def test_clients_need_a_certificate_where_authorities_are_given(
     model_folder: Path, folder: Path, ours: TlsOptions
 ) -> None:
     theirs = make_certificate(folder, "theirs")
 
-    async def run() -> None:
-        http = config_of(replace(ours, ssl_ca_certs=theirs.ssl_certfile))
-        async with joined_router(model_folder, [], http=http, wait=False) as (router, _):
-            await ask(router, trusting(ours, theirs))
-            for stranger in (trusting(ours), trusting(ours, make_certificate(folder, "other"))):
-                with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
-                    await ask(router, stranger)
-
-    uvloop.run(run())
+    http = config_of(replace(ours, ssl_ca_certs=theirs.ssl_certfile))
+    async with joined_router(model_folder, [], http=http, wait=False) as (router, _):
+        await ask(router, trusting(ours, theirs))
+        for stranger in (trusting(ours), trusting(ours, make_certificate(folder, "other"))):
+            with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
+                await ask(router, stranger)
 
 
-def test_a_client_that_reads_nothing_is_dropped(model_folder: Path, ours: TlsOptions) -> None:
-    async def run() -> None:
-        options = ConnectionOptions(write_timeout_s=0.3)
-        async with (
-            FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
-            SteppingNode() as decode,
-            joined_router(
-                model_folder, [prefill, decode], http=config_of(ours), connections=options, wait=False
-            ) as (router, _),
-            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, verify=trusting(ours)) as client,
-        ):
-            await eventually(lambda: _is_ok(client))
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", router.http_port, ssl=trusting(ours), limit=1024
-            )
-            stuck = RawClient(reader, writer)
-            stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
-            await eventually(lambda: figure(client, "baton:http_unsent_bytes"))
-            await eventually(lambda: _has_no_streams(router))
-            writer.transport.abort()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    uvloop.run(run())
+async def test_a_client_that_reads_nothing_is_dropped(model_folder: Path, ours: TlsOptions) -> None:
+    options = ConnectionOptions(write_timeout_s=0.3)
+    async with (
+        FakeNode(Role.PREFILL, limits=ROOMY) as prefill,
+        SteppingNode() as decode,
+        joined_router(
+            model_folder, [prefill, decode], http=config_of(ours), connections=options, wait=False
+        ) as (router, _),
+        httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S, verify=trusting(ours)) as client,
+    ):
+        await eventually(lambda: _is_ok(client))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", router.http_port, ssl=trusting(ours), limit=1024
+        )
+        stuck = RawClient(reader, writer)
+        stuck.send(post("/generate", request(ENDLESS), headers="X-SMG-Routing-Key: stuck:1:0.001\n"))
+        await eventually(lambda: figure(client, "baton:http_unsent_bytes"))
+        await eventually(lambda: _has_no_streams(router))
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def _has_no_streams(router: Router) -> bool:
@@ -171,52 +161,46 @@ async def _has_no_streams(router: Router) -> bool:
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half a hello"])
-def test_handshakes_are_counted_and_timed_as_connections_are(
+async def test_handshakes_are_counted_and_timed_as_connections_are(
     model_folder: Path, ours: TlsOptions, said: bytes
 ) -> None:
     bound = 4 + NUM_SPARE_CONNECTIONS
 
-    async def run() -> None:
-        async with contextlib.AsyncExitStack() as exits:
-            options = ConnectionOptions(max_connections=4, header_timeout_s=2 * PATIENCE_S)
-            router, _ = await exits.enter_async_context(
-                joined_router(model_folder, [], http=config_of(ours), connections=options, wait=False)
-            )
-            connections = router._server.connections
-            writers = []
-            for number in range(bound + 3):
-                reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-                writers.append(writer)
-                if number < bound:
-                    writer.write(said)
-                    await eventually(lambda number=number: len(connections) == number + 1)
-                else:
-                    assert await reader.read() == b"", "closed at once"
-            assert len(connections) == bound
-            connections.options = replace(options, header_timeout_s=0.1)
-            writers[0].close()
-            await eventually(lambda: len(connections) == bound - 1)
-            reader, late = await asyncio.open_connection("127.0.0.1", router.http_port)
-            late.write(said)
-            assert await reader.read() == b"", "it is too slow"
-            writers[1].close()
-            assert await ask(router, trusting(ours)) == 503, "spare, and the fleet is not ready"
-            for writer in (*writers, late):
-                writer.close()
-            await eventually(lambda: len(connections) == 0)
-
-    uvloop.run(run())
-
-
-def test_handshakes_end_with_the_router(model_folder: Path, ours: TlsOptions) -> None:
-    async def run() -> None:
-        async with joined_router(model_folder, [], http=config_of(ours), wait=False) as (router, _):
+    async with contextlib.AsyncExitStack() as exits:
+        options = ConnectionOptions(max_connections=4, header_timeout_s=2 * PATIENCE_S)
+        router, _ = await exits.enter_async_context(
+            joined_router(model_folder, [], http=config_of(ours), connections=options, wait=False)
+        )
+        connections = router._server.connections
+        writers = []
+        for number in range(bound + 3):
             reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-            await eventually(lambda: len(router._server.connections) == 1)
-        assert await reader.read() == b""
-        writer.close()
+            writers.append(writer)
+            if number < bound:
+                writer.write(said)
+                await eventually(lambda number=number: len(connections) == number + 1)
+            else:
+                assert await reader.read() == b"", "closed at once"
+        assert len(connections) == bound
+        connections.options = replace(options, header_timeout_s=0.1)
+        writers[0].close()
+        await eventually(lambda: len(connections) == bound - 1)
+        reader, late = await asyncio.open_connection("127.0.0.1", router.http_port)
+        late.write(said)
+        assert await reader.read() == b"", "it is too slow"
+        writers[1].close()
+        assert await ask(router, trusting(ours)) == 503, "spare, and the fleet is not ready"
+        for writer in (*writers, late):
+            writer.close()
+        await eventually(lambda: len(connections) == 0)
 
-    uvloop.run(run())
+
+async def test_handshakes_end_with_the_router(model_folder: Path, ours: TlsOptions) -> None:
+    async with joined_router(model_folder, [], http=config_of(ours), wait=False) as (router, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
+        await eventually(lambda: len(router._server.connections) == 1)
+    assert await reader.read() == b""
+    writer.close()
 
 
 def test_files_of_no_use_are_refused_by_the_name_of_their_flag(folder: Path, ours: TlsOptions) -> None:

@@ -346,7 +346,6 @@ async def test_a_node_of_sizes_that_cannot_be_is_not_used(
 
 async def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> None:
     """Calls are counted, so that a node could tell the number of the next one."""
-
     async with (
         FakeNode(Role.DECODE, "liar") as liar,
         FakeNode(Role.DECODE, "honest") as honest,
