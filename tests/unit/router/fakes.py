@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
@@ -480,6 +480,17 @@ async def pair(**prefill_and_decode: object) -> AsyncIterator[tuple[FakeNode, Fa
         for name, script in prefill_and_decode.items():
             {"prefill": prefill, "decode": decode}[name].script = script
         yield prefill, decode
+
+
+@contextlib.asynccontextmanager
+async def joined_pair(
+    model_folder: Path | None, **scripts_and_options: Any
+) -> AsyncIterator[tuple[tuple[FakeNode, FakeNode], Router, httpx.AsyncClient]]:
+    """A router that is joined to one node of each role."""
+    options = dict(scripts_and_options)
+    scripts = {name: options.pop(name) for name in ("prefill", "decode") if name in options}
+    async with pair(**scripts) as nodes, joined_router(model_folder, [*nodes], **options) as (router, client):
+        yield nodes, router, client
 
 
 async def figure(client: httpx.AsyncClient, name: str) -> float:

@@ -13,7 +13,7 @@ from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.patience import eventually
-from tests.unit.router.fakes import joined_router, one_then_nothing, pair
+from tests.unit.router.fakes import joined_pair, one_then_nothing
 
 
 class HeldTokenizer:
@@ -43,7 +43,7 @@ async def aborted(client: httpx.AsyncClient, **body: object) -> int:
 async def test_a_request_that_waits_for_the_tokenizer_is_aborted(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
 ) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         tokenizer = HeldTokenizer(monkeypatch)
         asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"], "rid": "job"}))
         chat = {"prompt": "a", "model": "tiny", "rid": "job2", "stream": True}
@@ -65,7 +65,7 @@ async def test_a_request_that_waits_for_the_tokenizer_is_aborted(
 async def test_one_prompt_of_a_batch_is_aborted_before_it_is_sent(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         tokenizer = HeldTokenizer(monkeypatch)
         body = {"text": ["a", "b"], "rid": "job", "sampling_params": {"max_new_tokens": 4}}
         asked = asyncio.create_task(client.post("/generate", json=body))
@@ -80,10 +80,7 @@ async def test_one_prompt_of_a_batch_is_aborted_before_it_is_sent(
 
 
 async def test_a_name_that_begins_like_another_is_not_meant(model_folder: Path) -> None:
-    async with (
-        pair(decode=one_then_nothing) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, decode=one_then_nothing) as ((_, decode), _, client):
         asked = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "job_7"}))
         await decode.wait_for(Decode)
         assert await aborted(client, rid="job") == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.protocol.messages import Prefill
-from tests.unit.router.fakes import joined_router, pair, write_model
+from tests.unit.router.fakes import joined_pair, write_model
 from tests.unit.router.sample_tokenizers import llama3
 
 BOS = "<|bos|>"
@@ -31,7 +31,7 @@ def ask(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, Any, list[l
     """The status, the answer, and the prompts that reached the prefill node."""
 
     async def run() -> tuple[int, Any, list[list[int]]]:
-        async with pair() as nodes, joined_router(folder, list(nodes)) as (_, client):
+        async with joined_pair(folder) as (nodes, _, client):
             response = await client.post(path, json=body)
             sent = [[*message.work.input_ids] for message in nodes[0].all(Prefill)]
             return response.status_code, response.json(), sorted(sent)

@@ -17,7 +17,7 @@ from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environme
 from router.http.config import HttpOptions
 from shared.errors import ConfigError
 from shared.protocol.messages import Decode, Prefill
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair, joined_router
 from tests.unit.router.test_admission import ROUTES
 
 
@@ -136,10 +136,7 @@ def check_refused(response: httpx.Response) -> None:
 
 async def test_routes_need_a_key(model_folder: Path) -> None:
     http = HttpOptions(port=0, api_keys=("other", "schlüssel"))
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
-    ):
+    async with joined_pair(model_folder, http=http, wait=False) as (_, router, client):
         assert router.needs_key
         assert (await client.get("/health")).status_code in (200, 503)
         for headers in ({}, bearer("wrong"), {"Authorization": "schlüssel".encode()}):
@@ -178,10 +175,7 @@ async def test_whose_cache_a_request_has_is_decided_by_its_key(model_folder: Pat
 
     async def namespaces(http: HttpOptions, *headers: dict[str, bytes]) -> list[list[str]]:
         """Of each caller, what nodes were told for every route, without and with an `extra_key`."""
-        async with (
-            pair() as (prefill, decode),
-            joined_router(model_folder, [prefill, decode], http=http, wait=False) as (router, client),
-        ):
+        async with joined_pair(model_folder, http=http, wait=False) as ((prefill, decode), router, client):
             await router.ready(["prefill-0", "decode-0"])
             for caller in headers:
                 for path, body in ROUTES:
@@ -226,10 +220,7 @@ ADMIN_ROUTES = [
 @pytest.mark.parametrize("client_keys", [(), ("c",)])
 async def test_admin_routes_need_the_admin_key(model_folder: Path, client_keys: tuple[str, ...]) -> None:
     http = HttpOptions(port=0, api_keys=client_keys, admin_api_keys=("a",))
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes), http=http, wait=False) as (router, client),
-    ):
+    async with joined_pair(model_folder, http=http, wait=False) as (_, router, client):
         assert router.needs_key == bool(client_keys)
         for key in ("a", "c"):
             aborted = await client.post("/abort_request", json={"rid": "x"}, headers=bearer(key))
@@ -271,7 +262,7 @@ def check_foreign(response: httpx.Response) -> None:
 
 async def test_without_keys_pages_of_other_sites_may_not_administer(model_folder: Path) -> None:
     http = HttpOptions(port=0, allowed_origins=("*", "https://ops.example"))
-    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (router, client):
+    async with joined_pair(model_folder, http=http) as (_, router, client):
         for headers in FOREIGN_PAGES:
             for method, path, body in KEYLESS_ADMIN_ROUTES:
                 text = {"Content-Type": "text/plain", **headers}  # what needs no preflight

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +58,20 @@ def tells(text: str, finish: str = "stop") -> tuple[Script, Script]:
     return first, rest
 
 
-def with_client(
-    folder: Path,
-    text: str,
-    use: Callable[[openai.AsyncOpenAI, FakeNode], Coroutine[Any, Any, None]],
-    finish: str = "stop",
-) -> None:
-    async def run() -> None:
-        first, rest = tells(text, finish)
-        async with pair(prefill=first, decode=rest) as nodes:
-            for node in nodes:
-                node.limits = NodeLimits(
-                    context_length=1024, max_total_num_tokens=1024, max_running_requests=8
-                )
-            async with (
-                joined_router(folder, list(nodes)) as (_, http),
-                openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
-            ):
-                await use(client, nodes[1])
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def with_client(
+    folder: Path, text: str, finish: str = "stop"
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, FakeNode]]:
+    """A client, and the decode node that says this text."""
+    first, rest = tells(text, finish)
+    async with pair(prefill=first, decode=rest) as nodes:
+        for node in nodes:
+            node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
+        async with (
+            joined_router(folder, list(nodes)) as (_, http),
+            openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            yield client, nodes[1]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "asked_format",
     [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
 )
-def test_the_format_of_text_is_not_that_of_a_call(folder: Path, choice: Any, asked_format: Any) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_the_format_of_text_is_not_that_of_a_call(folder: Path, choice: Any, asked_format: Any) -> None:
+    async with with_client(folder, CALL) as (client, decode):
         asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
         await client.chat.completions.create(**asked, tool_choice=choice, response_format=asked_format)
         await client.chat.completions.create(**asked, tool_choice=choice)
@@ -99,14 +94,12 @@ def test_the_format_of_text_is_not_that_of_a_call(folder: Path, choice: Any, ask
         assert both == call
         assert text is not None and text != call
 
-    with_client(folder, CALL, use)
-
 
 @pytest.mark.parametrize(
     ("choice", "text", "finish_reason"), [(WEATHER, ARGUMENTS, "stop"), ("required", CALL, "tool_calls")]
 )
-def test_a_forced_call(folder: Path, choice: Any, text: str, finish_reason: str) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_a_forced_call(folder: Path, choice: Any, text: str, finish_reason: str) -> None:
+    async with with_client(folder, text) as (client, decode):
         asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
         choice_of_two = (await client.chat.completions.create(**asked, n=2)).choices
         for answered in choice_of_two:
@@ -131,11 +124,9 @@ def test_a_forced_call(folder: Path, choice: Any, text: str, finish_reason: str)
         assert "".join(d.function.arguments or "" for d in deltas if d.function) == ARGUMENTS
         assert chunks[-1].choices[0].finish_reason == finish_reason
 
-    with_client(folder, text, use)
 
-
-def test_a_streamed_call_begins_with_its_name(folder: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_a_streamed_call_begins_with_its_name(folder: Path) -> None:
+    async with with_client(folder, CALL) as (client, _):
         asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
         stream = await client.chat.completions.create(model="tiny", **asked, logprobs=True, stream=True)
         opening, *more = [chunk.choices[0] async for chunk in stream]
@@ -145,11 +136,9 @@ def test_a_streamed_call_begins_with_its_name(folder: Path) -> None:
         assert named.function is not None and named.function.name == "weather"
         assert not any(choice.logprobs.content for choice in more if choice.logprobs), "a call is no content"
 
-    with_client(folder, CALL, use)
 
-
-def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
+    async with with_client(folder, CALL) as (client, _):
         strict = [
             {**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS
         ]  # its own demand
@@ -160,11 +149,9 @@ def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
         assert calls is not None
         assert calls[0].function.arguments == ARGUMENTS
 
-    with_client(folder, CALL, use)
 
-
-def test_a_call_that_is_cut_off(folder: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_a_call_that_is_cut_off(folder: Path) -> None:
+    async with with_client(folder, '{"name": "wea', finish="length") as (client, _):
         asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
         answered = (await client.chat.completions.create(model="tiny", **asked)).choices[0]
         assert answered.finish_reason == "length"
@@ -176,10 +163,8 @@ def test_a_call_that_is_cut_off(folder: Path) -> None:
         assert last.delta.content is None and last.delta.tool_calls is None
         assert last.finish_reason == "length"
 
-    with_client(folder, '{"name": "wea', use, finish="length")
 
-
-def test_what_the_template_sees(folder: Path) -> None:
+async def test_what_the_template_sees(folder: Path) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     messages: Any = [
         {"role": "developer", "content": "Be brief."},
@@ -191,7 +176,7 @@ def test_what_the_template_sees(folder: Path) -> None:
     past = f"<system>Be brief.<user>Warm?<assistant>(weather {ARGUMENTS})<tool>21 °C<assistant>Yes"
     shown = '[{"name": "weather", "parameters": ' + json.dumps(CITY) + '}][{"name": "now"}]'
 
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+    async with with_client(folder, "fine") as (client, decode):
         for options, prompt in (
             ({}, f"{past}<assistant>"),
             ({"tools": TOOLS, "tool_choice": "none"}, f"{shown}{past}<assistant>"),
@@ -206,8 +191,6 @@ def test_what_the_template_sees(folder: Path) -> None:
             assert byte_level_tokenizer().decode(list(sent.work.input_ids)) == prompt
             assert sent.work.params.grammar is None
 
-    with_client(folder, "fine", use)
-
 
 HERMES = TEMPLATE + "{# <tool_call> <think> #}"
 AUTO = f"<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>"
@@ -218,8 +201,8 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
 
 
-def test_a_call_that_the_model_decides_on(hermes: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_a_call_that_the_model_decides_on(hermes: Path) -> None:
+    async with with_client(hermes, AUTO) as (client, decode):
         asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
         for choice in ({}, {"tool_choice": "auto"}):
             answered = (await client.chat.completions.create(**asked, **choice)).choices[0]
@@ -238,8 +221,6 @@ def test_a_call_that_the_model_decides_on(hermes: Path) -> None:
         deltas = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
         assert deltas[0].id and len(deltas) > 5, "arguments come piece by piece"
 
-    with_client(hermes, AUTO, use)
-
 
 @pytest.mark.parametrize(
     ("fields", "content", "reasoning"),
@@ -250,30 +231,26 @@ def test_a_call_that_the_model_decides_on(hermes: Path) -> None:
         ({"reasoning_effort": "none"}, "I look.", "hm"),
     ],
 )
-def test_what_is_told_apart(
+async def test_what_is_told_apart(
     hermes: Path, fields: dict[str, Any], content: str, reasoning: str | None
 ) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+    async with with_client(hermes, AUTO) as (client, _):
         asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, **fields}
         message = (await client.chat.completions.create(**asked)).choices[0].message
         assert message.content == content
         assert (message.model_extra or {}).get("reasoning_content") == reasoning
         assert (message.tool_calls is None) == (fields.get("tool_choice") == "none")
 
-    with_client(hermes, AUTO, use)
 
-
-def test_calls_of_an_unknown_family_are_text(folder: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_calls_of_an_unknown_family_are_text(folder: Path) -> None:
+    async with with_client(folder, AUTO) as (client, _):
         answered = await client.chat.completions.create(model="tiny", messages=QUESTION, tools=TOOLS)
         assert answered.choices[0].message.content == AUTO
         assert answered.choices[0].finish_reason == "stop"
 
-    with_client(folder, AUTO, use)
 
-
-def test_tokens_of_reasoning_are_counted_and_logprobs_are_those_of_content(hermes: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_tokens_of_reasoning_are_counted_and_logprobs_are_those_of_content(hermes: Path) -> None:
+    async with with_client(hermes, AUTO) as (client, _):
         asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "logprobs": True}
         whole = await client.chat.completions.create(**asked)
         options: Any = {"include_usage": True}
@@ -290,12 +267,10 @@ def test_tokens_of_reasoning_are_counted_and_logprobs_are_those_of_content(herme
             assert usage is not None and usage.completion_tokens_details is not None
             assert usage.completion_tokens_details.reasoning_tokens == num_reasoning
 
-    with_client(hermes, AUTO, use)
-
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_calls_behind_the_first(hermes: Path, parallel: bool) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_calls_behind_the_first(hermes: Path, parallel: bool) -> None:
+    async with with_client(hermes, f"<tool_call>{CALL}</tool_call>" * 2) as (client, _):
         asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
         asked["parallel_tool_calls"] = parallel
         message = (await client.chat.completions.create(**asked)).choices[0].message
@@ -303,17 +278,15 @@ def test_calls_behind_the_first(hermes: Path, parallel: bool) -> None:
         named = {call.index async for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()}
         assert len(message.tool_calls or ()) == len(named) == (2 if parallel else 1)
 
-    with_client(hermes, f"<tool_call>{CALL}</tool_call>" * 2, use)
 
-
-def test_some_tools_may_be_allowed(folder: Path) -> None:
+async def test_some_tools_may_be_allowed(folder: Path) -> None:
     now: Any = {"type": "function", "function": {"name": "now"}}
 
     def allowed(mode: str, tool: Any = now) -> dict[str, Any]:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
         return {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
 
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+    async with with_client(folder, '{"name": "now", "arguments": {}}') as (client, decode):
         await client.chat.completions.create(**allowed("required"))
         grammar = decode.all(Decode)[-1].work.params.grammar
         assert grammar is not None and '"now"' in grammar.text and '"weather"' not in grammar.text
@@ -322,11 +295,9 @@ def test_some_tools_may_be_allowed(folder: Path) -> None:
             with pytest.raises(openai.BadRequestError, match="tool_choice names 'x'"):
                 await client.chat.completions.create(**allowed(mode, unknown))
 
-    with_client(folder, '{"name": "now", "arguments": {}}', use)
 
-
-def test_no_bound_may_be_said_as_minus_one(folder: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_no_bound_may_be_said_as_minus_one(folder: Path) -> None:
+    async with with_client(folder, "fine") as (client, decode):
         lengths = []
         for bound in ({}, {"max_tokens": -1}, {"max_completion_tokens": -1}):
             await client.chat.completions.create(model="tiny", messages=QUESTION, **bound)
@@ -335,16 +306,14 @@ def test_no_bound_may_be_said_as_minus_one(folder: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="no embeddings"):
             await client.embeddings.create(model="tiny", input="x")
 
-    with_client(folder, "fine", use)
 
-
-def test_the_checkpoints_own_template_comes_first(tmp_path: Path) -> None:
+async def test_the_checkpoints_own_template_comes_first(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "own", chat_template=HERMES)
     path = folder / "tokenizer_config.json"
     config = {**json.loads(path.read_text()), "response_template": OWN_TEMPLATE}
     path.write_text(json.dumps(config))
 
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+    async with with_client(folder, '<hm>so</hm>I look.<call get>{"n": 3}</call>') as (client, _):
         asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
         answered = (await client.chat.completions.create(**asked)).choices[0]
         assert answered.message.content == "I look."
@@ -353,5 +322,3 @@ def test_the_checkpoints_own_template_comes_first(tmp_path: Path) -> None:
         assert (call.function.name, call.function.arguments) == ("get", '{"n": 3}')
         info = await client.get("/../server_info", cast_to=httpx.Response)
         assert info.json()["tool_call_parser"] == "response_template"
-
-    with_client(folder, '<hm>so</hm>I look.<call get>{"n": 3}</call>', use)

@@ -19,7 +19,7 @@ from router.text.control_tokens import MARK
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.messages import Prefill
-from tests.unit.router.fakes import STORY, joined_router, pair, write_model
+from tests.unit.router.fakes import STORY, joined_pair, write_model
 from tests.unit.router.sample_tokenizers import llama2, unigram
 from tests.unit.router.test_chat_template import AFTER_A_CALL, FOLDER, QUESTION, TOOLS
 
@@ -399,7 +399,7 @@ def test_over_http(folder_of: Callable[[str], Path]) -> None:
     ]
 
     async def prompts() -> list[tuple[int, ...]]:
-        async with pair() as nodes, joined_router(folder, list(nodes)) as (_, client):
+        async with joined_pair(folder) as (nodes, _, client):
             for body in bodies:
                 response = await client.post("/v1/chat/completions", json={**body, "max_tokens": 1})
                 assert response.status_code == 200, response.text

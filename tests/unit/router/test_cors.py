@@ -8,7 +8,7 @@ import pytest
 
 from router.flags import build_parser, origins, router_config
 from router.http.config import HttpOptions
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair, joined_router
 
 PAGE = "https://page.example"
 PREFLIGHT = {
@@ -20,10 +20,7 @@ PREFLIGHT = {
 async def test_pages_of_allowed_origins(model_folder: Path) -> None:
     http = HttpOptions(port=0, api_keys=("k",), allowed_origins=(PAGE,))
     known = {"Authorization": "Bearer k", "Origin": PAGE}
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
-    ):
+    async with joined_pair(model_folder, http=http, wait=False) as (_, _, client):
         preflight = await client.options("/v1/completions", headers={**PREFLIGHT, "Origin": PAGE})
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == PAGE
@@ -55,7 +52,7 @@ async def test_off_by_default(model_folder: Path) -> None:
 
 async def test_streams_are_marked_too(model_folder: Path) -> None:
     http = HttpOptions(port=0, allowed_origins=("*",))
-    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+    async with joined_pair(model_folder, http=http) as (_, _, client):
         body = {"text": "a", "stream": True}
         response = await client.post("/generate", json=body, headers={"Origin": PAGE})
         assert response.headers["access-control-allow-origin"] == "*"

@@ -31,6 +31,7 @@ from tests.unit.router.fakes import (
     LAYOUT,
     FakeNode,
     events,
+    joined_pair,
     joined_router,
     one_then_nothing,
     pair,
@@ -61,10 +62,7 @@ async def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path
         node.tokens(message.key, 12, [5], Finish("length"))
         node.send(Failed(message.key, 500, "too late"))
 
-    async with (
-        pair(decode=with_noise) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, decode=with_noise) as ((_, decode), _, client):
         for _ in range(2):
             answer = (await client.post("/generate", json={"text": "a", **PARAMS})).json()
             assert answer["output_ids"] == decode.story[:12]
@@ -74,10 +72,7 @@ async def test_first_token_that_ends_it_cancels_the_decode_node(model_folder: Pa
     async def eos(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, [0], Finish("stop", 0))
 
-    async with (
-        pair(prefill=eos, decode=say_nothing) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, prefill=eos, decode=say_nothing) as ((prefill, decode), _, client):
         answer = (await client.post("/generate", json={"text": "a", **PARAMS})).json()
         assert answer["text"] == "" and answer["output_ids"] == [0]
         cancel = await decode.wait_for(Cancel)
@@ -92,7 +87,7 @@ async def test_failed_before_any_token_is_a_status(model_folder: Path, culprit: 
         node.send(Failed(message.key, 400, "no such grammar", "regex"))
 
     scripts = {"prefill": say_nothing, "decode": say_nothing, culprit.value: fail}
-    async with pair(**scripts) as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder, **scripts) as (nodes, _, client):
         response = await client.post("/generate", json={"text": "a", "stream": stream, **PARAMS})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "no such grammar"
@@ -107,10 +102,7 @@ async def test_failed_in_mid_stream_is_an_event(model_folder: Path) -> None:
         node.tokens(message.key, 0, node.story[:3])
         node.send(Failed(message.key, 500, "out of memory"))
 
-    async with (
-        pair(decode=fail_later) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, decode=fail_later) as ((_, decode), _, client):
         body = {"text": "a", "stream": True, **PARAMS}
         response = await client.post("/generate", json=body)
         *_, last_text, error, done = events(response.text)
@@ -214,7 +206,7 @@ async def test_requests_of_a_node_that_dies_go_on_at_others(model_folder: Path, 
 
 
 async def test_a_restarted_node_is_dialled_again_with_a_new_identity(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         first_ref = decode.ref
         await decode.stop()
         await until_health(client, "unavailable")
@@ -236,10 +228,7 @@ async def test_what_a_leaving_node_said_last_still_counts(model_folder: Path) ->
         node.send(Leaving("told to"))
         node._socket.close()
 
-    async with (
-        pair(decode=finish_and_leave) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, decode=finish_and_leave) as (_, _, client):
         answer = await client.post("/generate", json={"text": "a", **PARAMS})
         assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 12
         health = await until_health(client, "unavailable")
@@ -307,7 +296,7 @@ async def test_deadlines(model_folder: Path, script: object, deadline: dict[str,
 
 
 async def test_degraded_without_prefill_nodes(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         await prefill.stop()
         health = await until_health(client, "degraded")
         assert health.status_code == 200 and "prefill-0 is lost" in health.json()["reason"]
@@ -322,7 +311,7 @@ async def test_degraded_without_prefill_nodes(model_folder: Path) -> None:
 @pytest.mark.parametrize("hung", [Role.PREFILL, Role.DECODE])
 async def test_degraded_without_a_link(model_folder: Path, hung: Role) -> None:
     """One end says so at once, unasked; the decode node prefills by itself until there is a link again."""
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         ends = (decode, prefill) if hung is Role.PREFILL else (prefill, decode)
         body = {"text": "a long prompt, to be split " * 4, **PARAMS}
         assert (await client.post("/generate", json=body)).status_code == 200

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from shared.protocol.messages import Decode, Finish, Prefill, Stop
-from tests.unit.router.fakes import STORY, FakeNode, Script, byte_level_tokenizer, events, joined_router, pair
+from tests.unit.router.fakes import (
+    STORY,
+    FakeNode,
+    Script,
+    byte_level_tokenizer,
+    events,
+    joined_pair,
+    joined_router,
+    pair,
+)
 
 NUM_FIRST = 4
 """Tokens in the entry of position 0, which both nodes send."""
@@ -38,10 +47,7 @@ sizes = pytest.mark.parametrize("size", [1, 3, 7, 50])
 
 @sizes
 async def test_each_token_is_forwarded_once(model_folder: Path, size: int) -> None:
-    async with (
-        pair(**in_entries_of(size)) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, **in_entries_of(size)) as (_, _, client):
         body = {"text": "tell me", "sampling_params": {"max_new_tokens": 30}, "stream": True}
         *steps, done = events((await client.post("/generate", json=body)).text)
         assert done == "[DONE]"
@@ -54,10 +60,7 @@ async def test_each_token_is_forwarded_once(model_folder: Path, size: int) -> No
 
 @sizes
 async def test_a_stop_string_in_the_middle_of_an_entry_ends_it_there(model_folder: Path, size: int) -> None:
-    async with (
-        pair(**in_entries_of(size)) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, **in_entries_of(size)) as (_, _, client):
         params = {"max_new_tokens": 100, "stop": "fox jumps"}
         answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
         assert answer["text"] == "The quick brown "

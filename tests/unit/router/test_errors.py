@@ -14,7 +14,7 @@ from router.http.config import DispatchOptions, HttpOptions
 from router.http.limits import HttpLimits
 from shared.protocol.messages import Decode, Prefill
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import byte_level_tokenizer, joined_router, pair
+from tests.unit.router.fakes import byte_level_tokenizer, joined_pair, joined_router
 
 BIG = 10**40
 
@@ -352,7 +352,7 @@ async def test_wrong_fields(model_folder: Path) -> None:
         *(("/v1/chat/completions", body, part) for body, part in CHAT),
     ]
 
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         for path, body, part in table:
             for stream in (False, True):
                 sent = {"stream": True, **body} if stream else body
@@ -361,7 +361,7 @@ async def test_wrong_fields(model_folder: Path) -> None:
 
 
 async def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/abort_request"):
             for body in BODIES:
                 check_refusal(await client.post(path, content=body), "")
@@ -369,7 +369,7 @@ async def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
 
 async def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
     """curl -d says that it sends a form; of two fields with one name the last counts; NUL is a character."""
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         body = b'{"text": 5, "text": "a\\u0000b", "sampling_params": {"max_new_tokens": 1}}'
         for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json; charset=latin-1"):
             answer = await client.post("/generate", content=body, headers={"Content-Type": kind})
@@ -379,7 +379,7 @@ async def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/abort_request"])
 async def test_half_a_body(model_folder: Path, path: str) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (router, client):
+    async with joined_pair(model_folder) as (nodes, router, client):
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
         for part in ("", '{"text": "a", "prompt": "a", "rid": "half"'):
             _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
@@ -393,7 +393,7 @@ async def test_half_a_body(model_folder: Path, path: str) -> None:
 
 
 async def test_null_means_default_and_unknown_fields_are_tolerated(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         names = (
             "temperature",
             "top_p",
@@ -425,7 +425,7 @@ async def test_null_means_default_and_unknown_fields_are_tolerated(model_folder:
 
 
 async def test_routes_and_methods(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for response, status in (
             (await client.get("/nowhere"), 404),
             (await client.get("/health/"), 404),  # a redirect would go where Host says
@@ -444,7 +444,7 @@ async def test_routes_and_methods(model_folder: Path) -> None:
 
 
 async def test_a_text_that_cannot_fit_says_so_as_clients_look_for_it(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         refused = await client.post("/v1/completions", json={"prompt": "x" * 100_000})
         check_refusal(refused, "This model's maximum context length is 256 tokens")
         assert refused.json()["error"]["code"] == "context_length_exceeded"
@@ -452,7 +452,7 @@ async def test_a_text_that_cannot_fit_says_so_as_clients_look_for_it(model_folde
 
 async def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
     http = HttpOptions(port=0, limits=HttpLimits(max_body_bytes=2000, max_batch_size=4))
-    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+    async with joined_pair(model_folder, http=http) as (_, _, client):
         declared = await client.post("/generate", json={"text": "x" * 3000})
         assert declared.status_code == 413
         assert "2000 bytes (--max-body-bytes)" in declared.json()["error"]["message"]
@@ -538,7 +538,7 @@ async def test_limits_that_the_operator_set(model_folder: Path) -> None:
     )
 
     http = HttpOptions(port=0, limits=limits)
-    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+    async with joined_pair(model_folder, http=http) as (_, _, client):
         for path, body, part in LIMITED:
             check_refusal(await client.post(path, json=body), part)
         at_the_limits = {
@@ -577,7 +577,7 @@ async def test_a_request_waits_no_longer_for_a_decode_node_than_it_may(model_fol
 async def test_a_request_waits_for_a_decode_node(model_folder: Path) -> None:
     dispatch = DispatchOptions(local_prefill_tokens=0, failover_timeout_s=PATIENCE_S)
 
-    async with pair() as nodes, joined_router(model_folder, list(nodes), dispatch=dispatch) as (_, client):
+    async with joined_pair(model_folder, dispatch=dispatch) as (nodes, _, client):
         decode = nodes[1]
         await decode.stop()
 
@@ -607,7 +607,7 @@ async def test_the_model_is_not_known_yet(path: str) -> None:
 async def test_a_prompt_without_room_for_output_names_its_field(model_folder: Path) -> None:
     long = [1] * 256
 
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for path, body, param in (
             ("/generate", {"input_ids": long}, "input_ids"),
             ("/generate", {"input_ids": [[1], long]}, "input_ids"),
@@ -622,7 +622,7 @@ async def test_a_prompt_without_room_for_output_names_its_field(model_folder: Pa
 
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("Identity", 200)])
 async def test_a_compressed_body_is_said_to_be_one(model_folder: Path, encoding: str, status: int) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
             answer = await client.post(path, json=body, headers={"content-encoding": encoding})
             assert answer.status_code == status

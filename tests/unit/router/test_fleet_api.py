@@ -35,11 +35,18 @@ from shared.protocol.messages import (
 )
 from shared.protocol.security import FleetKey
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, join_socket_of, joined_router, pair, serving_router, write_model
+from tests.unit.router.fakes import (
+    FakeNode,
+    join_socket_of,
+    joined_pair,
+    joined_router,
+    serving_router,
+    write_model,
+)
 
 
 async def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         assert (await client.get("/health_generate")).json()["status"] == "ok"
         assert prefill.all(Prefill)[0].decode == decode.ref
         assert decode.all(Decode)[0].prefill == prefill.ref
@@ -69,7 +76,7 @@ async def test_a_load_that_is_asked_for_is_newer_than_the_call() -> None:
 
 
 async def test_information(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         decode.flags = {"page_size": 16}
         for path in ("/model_info", "/get_model_info"):
             model = (await client.get(path)).json()
@@ -90,7 +97,7 @@ async def test_information(model_folder: Path) -> None:
 
 
 async def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         assert (await client.post("/flush_cache")).json()["nodes"] == ["decode-0", "prefill-0"]
         decode.flushes = False
         busy = await client.get("/flush_cache")
@@ -104,7 +111,7 @@ async def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:
 
 
 async def test_a_flush_whose_client_has_gone_is_given_up(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         decode.flushes = False
         waiting = asyncio.create_task(client.post("/flush_cache?timeout=600"))
         await decode.wait_for(Flush, 2)
@@ -117,7 +124,7 @@ async def test_a_flush_whose_client_has_gone_is_given_up(model_folder: Path) -> 
 
 
 async def test_every_node_is_profiled_or_the_refusal_names_who_was_not(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         begun = await client.post("/start_profile", json={"num_steps": 7, "with_stack": True})
         assert begun.json() == {
             "success": True,
@@ -168,7 +175,7 @@ async def test_metrics(model_folder: Path) -> None:
         assert found, f"{name} is not in\n{text}"
         return float(found[1])
 
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         own = 'model_name="tiny",role="router"'
         before = (await client.get("/metrics")).text
         assert figure(before, f"sglang:num_aborted_requests_total{{{own}}}") == 0

@@ -33,6 +33,7 @@ from tests.patience import eventually
 from tests.unit.router.fakes import (
     FakeNode,
     join_socket_of,
+    joined_pair,
     joined_router,
     one_then_nothing,
     pair,
@@ -44,7 +45,7 @@ BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
 
 @contextlib.asynccontextmanager
 async def serving(model_folder: Path) -> AsyncIterator[tuple[FakeNode, FakeNode, httpx.AsyncClient]]:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         yield prefill, decode, client
 
 

@@ -29,6 +29,7 @@ from shared.protocol.messages import (
 from tests.unit.router.fakes import (
     LAYOUT,
     FakeNode,
+    joined_pair,
     joined_router,
     pair,
     say_nothing,
@@ -57,10 +58,7 @@ async def ask(client: httpx.AsyncClient, **fields: object) -> list[int]:
 
 
 async def test_a_short_suffix_is_prefilled_where_the_prefix_is(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
-    ):
+    async with joined_pair(model_folder, dispatch=SHORT) as ((prefill, decode), _, client):
         for num_pages in (3, 4):  # the last page is computed in any case, so 5 pages are no more than 4
             await holds(client, decode, num_pages)
             await ask(client)
@@ -178,10 +176,7 @@ async def test_what_an_earlier_connection_left_does_not_disturb_the_greeting(mod
 
 @pytest.mark.parametrize("what", ["the first answer", "the last event"])
 async def test_what_was_lost_is_noticed_though_nothing_follows(model_folder: Path, what: str) -> None:
-    async with (
-        pair() as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
-    ):
+    async with joined_pair(model_folder, dispatch=SHORT) as ((_, decode), _, client):
         if what == "the last event":
             await holds(client, decode, 4)
         decode.cache_seq = 1
@@ -198,10 +193,7 @@ async def test_what_was_lost_is_noticed_though_nothing_follows(model_folder: Pat
 
 
 async def test_missing_events_are_asked_for(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
-    ):
+    async with joined_pair(model_folder, dispatch=SHORT) as ((prefill, decode), _, client):
         await holds(client, decode, 4)
         decode.send(CacheEvents(2, (5,), ()))
         await decode.wait_for(CacheResync)

@@ -16,8 +16,7 @@ from tests.unit.router.fakes import (
     FakeNode,
     byte_level_tokenizer,
     events,
-    joined_router,
-    pair,
+    joined_pair,
     say_nothing,
     until_queued,
 )
@@ -29,7 +28,7 @@ def story(num_tokens: int) -> str:
 
 
 async def test_one_answer(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         response = await client.post(
             "/generate",
             json={"text": "once upon a time", "sampling_params": {"max_new_tokens": 12, "sampling_seed": 7}},
@@ -52,7 +51,7 @@ async def test_one_answer(model_folder: Path) -> None:
 
 
 async def test_stream_is_cumulative(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         decode.delay_s = 0.002
         response = await client.post(
             "/generate", json={"text": "x" * 40, "stream": True, "sampling_params": {"max_new_tokens": 60}}
@@ -69,7 +68,7 @@ async def test_stream_is_cumulative(model_folder: Path) -> None:
 
 
 async def test_batch_and_choices_are_grouped_by_prompt(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         body = {
             "input_ids": [[1, 2, 3], [4, 5, 6, 7]],
             "sampling_params": [
@@ -92,7 +91,7 @@ async def test_batch_and_choices_are_grouped_by_prompt(model_folder: Path) -> No
 
 
 async def test_batch_stream_has_indexes(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         body = {"text": ["a", "b"], "stream": True, "sampling_params": {"max_new_tokens": 5, "n": 2}}
         *seen, done = events((await client.post("/generate", json=body)).text)
         assert done == "[DONE]"
@@ -102,7 +101,7 @@ async def test_batch_stream_has_indexes(model_folder: Path) -> None:
 
 
 async def test_a_missing_seed_is_drawn_by_the_router(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         for _ in range(2):
             await client.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}})
         first, second = decode.all(Decode)
@@ -111,7 +110,7 @@ async def test_a_missing_seed_is_drawn_by_the_router(model_folder: Path) -> None
 
 
 async def test_one_token_or_none_never_involves_the_decode_node(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         for wanted in (0, 1):
             body = {"text": "hello there", "sampling_params": {"max_new_tokens": wanted}}
             answer = (await client.post("/generate", json=body)).json()
@@ -123,10 +122,7 @@ async def test_one_token_or_none_never_involves_the_decode_node(model_folder: Pa
 
 async def test_short_prompts_go_to_the_decode_node_alone(model_folder: Path) -> None:
     dispatch = DispatchOptions(local_prefill_tokens=4)
-    async with (
-        pair() as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
-    ):
+    async with joined_pair(model_folder, dispatch=dispatch) as ((prefill, decode), _, client):
         for ids in ([1, 2, 3, 4], [1, 2, 3, 4, 5]):
             body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
             assert (await client.post("/generate", json=body)).status_code == 200
@@ -135,7 +131,7 @@ async def test_short_prompts_go_to_the_decode_node_alone(model_folder: Path) -> 
 
 
 async def test_stop_string_ends_it_on_the_node(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         decode.delay_s = 0.002
         params = {"max_new_tokens": 100, "stop": ["never", "fox jumps"]}
         for keep in (False, True):
@@ -149,7 +145,7 @@ async def test_stop_string_ends_it_on_the_node(model_folder: Path) -> None:
 
 
 async def test_stop_strings_wait_for_min_new_tokens(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         params = {"max_new_tokens": 10, "stop": "quick", "min_new_tokens": 8}
         answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
         assert "quick" in answer["text"] and answer["text"] == story(10)
@@ -161,10 +157,7 @@ async def test_the_stop_token_is_an_id_but_not_text(model_folder: Path, keep: bo
         node.tokens(message.key, 0, node.story[:3])
         node.tokens(message.key, 3, [node.story[3]], Finish("stop", node.story[3]))
 
-    async with (
-        pair(decode=stop_early) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, decode=stop_early) as ((prefill, _), _, client):
         params = {"stop_token_ids": [prefill.story[3]], "no_stop_trim": keep}
         answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
         assert answer["text"] == story(4 if keep else 3)
@@ -173,7 +166,7 @@ async def test_the_stop_token_is_an_id_but_not_text(model_folder: Path, keep: bo
 
 
 async def test_timeline(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         body = {"text": "a", "sampling_params": {"max_new_tokens": 4}, "return_timeline": True}
         meta = (await client.post("/generate", json=body)).json()["meta_info"]
         stages = [(entry["role"], entry["stage"]) for entry in meta["timeline"]]
@@ -189,7 +182,7 @@ async def test_timeline(model_folder: Path) -> None:
 
 
 async def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         room = LIMITS.max_total_num_tokens
         full = await client.post("/generate", json={"input_ids": [1] * room})
         assert full.status_code == 400
@@ -210,10 +203,7 @@ async def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> No
 
 
 async def test_duplicate_rids(model_folder: Path) -> None:
-    async with (
-        pair(prefill=say_nothing, decode=say_nothing) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, prefill=say_nothing, decode=say_nothing) as ((_, decode), _, client):
         first = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "mine"}))
         await decode.wait_for(Decode)
         second = await client.post("/generate", json={"text": "b", "rid": "mine"})
@@ -232,10 +222,7 @@ async def test_abort_keeps_what_was_generated(model_folder: Path) -> None:
     async def three(node: FakeNode, message: Prefill | Decode) -> None:
         node.tokens(message.key, 0, node.story[:3])
 
-    async with (
-        pair(decode=three) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, decode=three) as ((_, decode), _, client):
         body = {"text": ["a", "b"], "rid": "batch", "stream": False}
         asked = asyncio.create_task(client.post("/generate", json=body))
         await decode.wait_for(Decode, 2)

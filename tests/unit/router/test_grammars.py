@@ -14,7 +14,7 @@ from router.request.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
 from shared.protocol.sampling_params import Grammar
 from tests.unit.router.bodies import validate
-from tests.unit.router.fakes import FakeNode, joined_router, pair, say_nothing
+from tests.unit.router.fakes import FakeNode, joined_pair, say_nothing
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 
@@ -82,7 +82,7 @@ async def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
         },
     }
 
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         for path, body in requests.items():
             assert (await client.post(path, json=body)).status_code == 200
         told = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
@@ -124,10 +124,7 @@ async def test_a_nodes_error_names_the_clients_field(
     async def refuse(node: FakeNode, message: Prefill | Decode) -> None:
         node.send(Failed(message.key, 400, f"{kind}: no such {kind}: thing", kind))
 
-    async with (
-        pair(prefill=refuse, decode=say_nothing) as nodes,
-        joined_router(model_folder, list(nodes)) as (_, client),
-    ):
+    async with joined_pair(model_folder, prefill=refuse, decode=say_nothing) as (_, _, client):
         answer = await client.post(path, json=body)
         assert answer.status_code == 400
         error = answer.json()["error"]

@@ -9,7 +9,7 @@ import pytest
 
 from router.http.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair
 from tests.unit.router.raw_client import raw_client
 
 pytestmark = pytest.mark.uvloop
@@ -27,7 +27,7 @@ def told(response: httpx.Response) -> dict[str, str]:
 
 async def test_head_is_get_without_a_body(model_folder: Path) -> None:
     http = HttpOptions(port=0, served_model_name="tiny", allowed_origins=(ORIGIN["Origin"],))
-    async with pair() as nodes, joined_router(model_folder, list(nodes), http=http) as (_, client):
+    async with joined_pair(model_folder, http=http) as (_, _, client):
         document = (await client.get("/openapi.json")).json()
         paths = [path for path, methods in document["paths"].items() if "get" in methods and "{" not in path]
         assert ENDLESS in paths and len(paths) > 8
@@ -45,11 +45,7 @@ async def test_head_is_get_without_a_body(model_folder: Path) -> None:
 
 
 async def test_head_ends_where_get_is_endless_and_the_connection_goes_on(model_folder: Path) -> None:
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes)) as (router, _),
-        raw_client(router.http_port) as client,
-    ):
+    async with joined_pair(model_folder) as (_, router, _), raw_client(router.http_port) as client:
         for path in (ENDLESS, "/health", ENDLESS):
             client.send(f"HEAD {path} HTTP/1.1\nHost: a\n\n")
             head = await client.read_until(b"\r\n\r\n")
@@ -60,10 +56,7 @@ async def test_head_ends_where_get_is_endless_and_the_connection_goes_on(model_f
 
 async def test_head_needs_the_key_that_get_needs(model_folder: Path) -> None:
     http = HttpOptions(port=0, served_model_name="tiny", api_keys=("k",))
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
-    ):
+    async with joined_pair(model_folder, http=http, wait=False) as (_, _, client):
         for path, status in (("/", 200), ("/server_info", 401), ("/metrics", 401)):
             assert (await client.head(path)).status_code == status
         assert (await client.head("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200

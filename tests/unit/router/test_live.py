@@ -16,6 +16,7 @@ from shared.protocol.messages import LinkReport, Load, Loading, Role
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import (
     FakeNode,
+    joined_pair,
     joined_router,
     one_then_nothing,
     pair,
@@ -49,7 +50,7 @@ async def node_with(client: httpx.AsyncClient, name: str, **wanted: object) -> N
 
 
 async def test_the_first_event_has_all_samples_and_later_ones_what_is_new(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         await until_sampled(client)
         seen = []
         async for event in feed(client):
@@ -63,7 +64,7 @@ async def test_the_first_event_has_all_samples_and_later_ones_what_is_new(model_
 
 
 async def test_traffic_becomes_samples(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         body = {"prompt": "tell me", "max_tokens": 20}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         async for event in feed(client):
@@ -102,7 +103,7 @@ async def test_requests_wait_until_their_first_token(model_folder: Path) -> None
 
 
 async def test_nodes_are_told_as_their_pongs_say(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         decode.load = Load(
             num_running=3,
             num_waiting=2,
@@ -151,7 +152,7 @@ async def test_rates_are_how_fast_counters_grow(model_folder: Path) -> None:
 
 
 async def test_a_node_that_goes_down_says_why(model_folder: Path) -> None:
-    async with pair() as (prefill, decode), joined_router(model_folder, [prefill, decode]) as (_, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         await node_with(client, "decode-0", state="live")
         await decode.stop()
         gone = await node_with(client, "decode-0", state="gone")
@@ -170,7 +171,7 @@ async def test_a_node_that_loads_is_told_with_its_progress(model_folder: Path) -
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", None])
 async def test_the_router_says_whether_it_can_chat(tmp_path: Path, template: str | None) -> None:
     folder = write_model(tmp_path, chat_template=template)
-    async with pair() as nodes, joined_router(folder, list(nodes)) as (_, client):
+    async with joined_pair(folder) as (_, _, client):
         router = (await state(client)).router
         assert router.has_chat_template is (template is not None)
         assert (router.status, router.model, router.context_length) == ("ok", "tiny", 256)
@@ -198,10 +199,7 @@ async def _lines_of_feed(url: str, begun: asyncio.Event) -> list[str]:
 @pytest.mark.parametrize("path", ["/live", "/live/state"])
 async def test_the_key_is_needed(model_folder: Path, path: str) -> None:
     http = HttpOptions(port=0, api_keys=("secret",))
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes), http=http, wait=False) as (_, client),
-    ):
+    async with joined_pair(model_folder, http=http, wait=False) as (_, _, client):
         assert (await client.get(path)).status_code == 401
         async with client.stream("GET", path, headers={"Authorization": "Bearer secret"}) as response:
             assert response.status_code == 200

@@ -29,6 +29,7 @@ from tests.unit.router.fakes import (
     FakeNode,
     byte_level_tokenizer,
     events,
+    joined_pair,
     joined_router,
     pair,
     tell_first_token,
@@ -92,7 +93,7 @@ def test_outputs_only_is_the_default(model_folder: Path, story: list[int]) -> No
 async def test_nobody_asks(model_folder: Path) -> None:
     body = native(return_logprob=False, top_logprobs_num=3, logprob_start_len=0)
 
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         meta = (await client.post("/generate", json=body)).json()["meta_info"]
         assert not [name for name in meta if "logprob" in name]
         assert nodes[0].all(Prefill)[0].work.params.logprobs is None
@@ -331,7 +332,7 @@ class TestChat:
         assert [entry["logprob"] for entry in itertools.chain(*told)] == [value(i) for i in range(NUM_NEW)]
 
     async def test_nobody_asks(self, model_folder: Path) -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        async with joined_pair(model_folder) as (_, _, client):
             body = {**CHAT, "logprobs": False}
             answer = (await client.post("/v1/chat/completions", json=body)).json()
             assert answer["choices"][0]["logprobs"] is None
@@ -459,7 +460,7 @@ class TestCompletions:
             assert list(itertools.chain(*(choice["logprobs"][name] for choice in choices))) == expected
 
     async def test_echo_without_logprobs(self, model_folder: Path) -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        async with joined_pair(model_folder) as (_, _, client):
             body = {"prompt": ["ab", "cd"], "max_tokens": 2, "echo": True, "n": 2}
             answer = (await client.post("/v1/completions", json=body)).json()
             assert [choice["text"][:2] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
@@ -468,7 +469,7 @@ class TestCompletions:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 async def test_penalties_and_biases_reach_the_nodes(model_folder: Path, path: str) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         sampling = {
             "frequency_penalty": 0.5,
             "presence_penalty": -2,

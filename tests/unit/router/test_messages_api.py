@@ -14,7 +14,14 @@ import pytest
 from router.http.config import HttpOptions
 from shared.protocol.messages import Decode, Failed, NodeLimits, Prefill
 from tests.patience import eventually
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, pair, write_model
+from tests.unit.router.fakes import (
+    FakeNode,
+    byte_level_tokenizer,
+    joined_pair,
+    joined_router,
+    pair,
+    write_model,
+)
 from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, TEMPLATE, tells
 from tests.unit.router.test_responses_api import prompt_of
 
@@ -191,7 +198,7 @@ async def test_a_failure_in_the_middle_of_a_stream(hermes: Path) -> None:
         node.send(Failed(message.key, 400, "it broke", "seed"))
 
     first, _ = tells("fine")
-    async with pair(prefill=first, decode=fails) as nodes, joined_router(hermes, list(nodes)) as (_, http):
+    async with joined_pair(hermes, prefill=first, decode=fails) as (_, _, http):
         answer = await http.post("/v1/messages", json={**ASKED, "max_tokens": 9, "stream": True})
         *_, last = answer.text.strip().split("\n\n")
         name, data = last.split("\n")

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.dispatch.failover import Cause
 from shared.protocol.messages import Failed, Finish, Load, TokenEntry
-from tests.unit.router.fakes import joined_router, pair, write_model
+from tests.unit.router.fakes import joined_pair, write_model
 from tests.unit.router.test_placement import Fleet
 
 OF_NODES: Mapping[str, tuple[str, ...]] = {
@@ -97,7 +97,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metric]:
     model = write_model(tmp_path_factory.mktemp("metrics"))
 
     async def run() -> str:
-        async with pair() as nodes, joined_router(model, list(nodes)) as (_, client):
+        async with joined_pair(model) as (nodes, _, client):
             nodes[1].load = Load(num_pages=10, num_free_pages=4, num_held_pages=2, num_links=1)
             assert (await client.post("/generate", json={"text": "a"})).status_code == 200
             response = await client.get("/metrics")

@@ -14,9 +14,8 @@ from tests.unit.router.fakes import (
     FakeNode,
     byte_level_tokenizer,
     events,
-    joined_router,
+    joined_pair,
     one_then_nothing,
-    pair,
     write_model,
 )
 from tests.unit.router.test_logprobs import scored_first_token, scored_story
@@ -64,7 +63,7 @@ def of_prompt(node: FakeNode, first_id: int) -> list[Prefill]:
 
 
 async def test_every_sampling_field_reaches_the_nodes_for_its_prompt_alone(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         body = {"input_ids": [[1, 2], [3]], "sampling_params": [EVERYTHING, None]}
         answer = await client.put("/generate", json=body)
         assert answer.status_code == 200
@@ -80,7 +79,7 @@ async def test_every_sampling_field_reaches_the_nodes_for_its_prompt_alone(model
 async def test_prompts_of_a_batch_share_a_seed_only_if_it_was_given(
     model_folder: Path, seed: int | None
 ) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         bodies = {
             "/generate": {"text": ["a"] * 3, "sampling_params": {"max_new_tokens": 1, "sampling_seed": seed}},
             "/v1/completions": {"prompt": ["a"] * 3, "max_tokens": 1, "seed": seed},
@@ -93,7 +92,7 @@ async def test_prompts_of_a_batch_share_a_seed_only_if_it_was_given(
 
 
 async def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (nodes, _, client):
         params = {"max_new_tokens": 1}
         body = {"input_ids": [[1], [2]], "rid": ["a", "b"], "extra_key": ["x", None]}
         answer = await client.post("/generate", json={**body, "sampling_params": params})
@@ -107,7 +106,7 @@ async def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
 
 async def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: Path) -> None:
     scripts = {"prefill": scored_unless_silent, "decode": scored_unless_silent}
-    async with pair(**scripts) as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder, **scripts) as (_, _, client):
         body = {
             "input_ids": [[1, 2], [3, 4]],
             "sampling_params": [{"max_new_tokens": 3, "n": 2}, {"max_new_tokens": 2}],
@@ -147,10 +146,7 @@ async def scored_unless_silent(node: FakeNode, message: Prefill | Decode) -> Non
 
 
 async def test_aborting(model_folder: Path) -> None:
-    async with (
-        pair(decode=one_then_nothing) as nodes,
-        joined_router(model_folder, list(nodes)) as (_, client),
-    ):
+    async with joined_pair(model_folder, decode=one_then_nothing) as (nodes, _, client):
         nobody = await client.post("/abort_request", json={"rid": "nobody"})
         assert nobody.status_code == 200 and nobody.json()["aborted"] == 0
         assert (await client.post("/abort_request", json={"rid": ""})).status_code == 400
@@ -165,7 +161,7 @@ async def test_aborting(model_folder: Path) -> None:
 
 
 async def test_information_that_clients_ask_for(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         model = (await client.get("/get_model_info")).json()
         assert {"model_path", "tokenizer_path", "vocab_size", "is_generation"} <= set(model)
         assert (model["max_model_len"], model["weight_version"]) == (256, "default")
@@ -193,7 +189,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_fo
         },
     }
 
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for path, body in bodies.items():
             refused = await client.post(path, json=body)
             assert refused.status_code == 400
@@ -203,7 +199,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_fo
 
 
 async def test_a_body_of_nothing_but_lists_is_not_decoded(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         tiny = b'{"input_ids": [' + b"[1]," * (1 << 18) + b"[1]]}"
         refused = await client.post("/generate", content=tiny)
         assert refused.status_code == 400
@@ -214,7 +210,7 @@ async def test_a_template_that_runs_too_deep_is_a_bad_request(tmp_path: Path) ->
     template = "{% macro f(x) %}{{ f([x]) }}{% endmacro %}{{ f(messages) }}"
     folder = write_model(tmp_path / "model", chat_template=template)
 
-    async with pair() as nodes, joined_router(folder, list(nodes)) as (_, client):
+    async with joined_pair(folder) as (_, _, client):
         body = {"messages": [{"role": "user", "content": "x"}]}
         refused = await client.post("/v1/chat/completions", json=body)
         assert refused.status_code == 400

@@ -11,7 +11,7 @@ import pytest
 from router.http.config import HttpOptions
 from router.text.tokenizer import Tokenizer
 from shared.errors import ModelError
-from tests.unit.router.fakes import events, joined_router, pair
+from tests.unit.router.fakes import events, joined_pair
 
 SKIP = HttpOptions(port=0, served_model_name="tiny", skip_tokenizer_init=True)
 GREEDY = {"max_new_tokens": 5, "temperature": 0}
@@ -35,10 +35,7 @@ def test_logprobs_name_tokens_by_their_ids() -> None:
 
 
 async def test_token_ids_are_answered_with_token_ids(bare_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        joined_router(bare_folder, [prefill, decode], http=SKIP) as (_, client),
-    ):
+    async with joined_pair(bare_folder, http=SKIP) as ((prefill, _), _, client):
         body = {"input_ids": [5, 6, 7], "sampling_params": GREEDY}
         answer = (await client.post("/generate", json=body)).json()
         assert answer["output_ids"] == prefill.story[:5]
@@ -69,10 +66,7 @@ async def test_token_ids_are_answered_with_token_ids(bare_folder: Path) -> None:
 async def test_what_needs_a_tokenizer_is_refused(
     bare_folder: Path, path: str, body: dict[str, object], reason: str
 ) -> None:
-    async with (
-        pair() as (prefill, decode),
-        joined_router(bare_folder, [prefill, decode], http=SKIP) as (_, client),
-    ):
+    async with joined_pair(bare_folder, http=SKIP) as (_, _, client):
         response = await client.post(path, json=body)
         assert response.status_code == 400
         assert reason in response.text

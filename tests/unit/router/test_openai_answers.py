@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, TokenEntry, Tokens
-from tests.unit.router.fakes import FakeNode, events, joined_router, pair
+from tests.unit.router.fakes import FakeNode, events, joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 
 OWN = {"matched_stop", "root", "max_model_len"}
@@ -45,7 +45,7 @@ async def scored_by_seed(node: FakeNode, message: Prefill | Decode, num_tokens: 
 
 
 async def post(folder: Path, path: str, body: dict[str, Any], **scripts: Any) -> Any:
-    async with pair(**scripts) as nodes, joined_router(folder, list(nodes)) as (_, client):
+    async with joined_pair(folder, **scripts) as (_, _, client):
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.text
@@ -154,5 +154,5 @@ def test_scoring_as_lm_eval_asks(model_folder: Path, max_tokens: int) -> None:
 
 
 async def test_models_are_of_the_clients_types(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         check(Model, (await client.get("/v1/models/tiny")).json())

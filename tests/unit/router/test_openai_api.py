@@ -16,9 +16,8 @@ from tests.unit.router.fakes import (
     STORY,
     byte_level_tokenizer,
     events,
-    joined_router,
+    joined_pair,
     one_then_nothing,
-    pair,
     write_model,
 )
 
@@ -35,7 +34,7 @@ def client_of(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
 
 
 async def test_chat(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+    async with joined_pair(model_folder) as (nodes, _, http):
         async with client_of(http) as client:
             answer = await client.chat.completions.create(
                 model="tiny", messages=MESSAGES, max_completion_tokens=9, temperature=0, seed=5, n=2
@@ -55,7 +54,7 @@ async def test_chat(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
 async def test_what_matched_stays_by_either_name(model_folder: Path, name: str) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for keep in (False, True):
             body = {"prompt": "a", "max_tokens": 12, "stop": "fox", name: keep}
             (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
@@ -65,7 +64,7 @@ async def test_what_matched_stays_by_either_name(model_folder: Path, name: str) 
 
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+    async with joined_pair(model_folder) as (_, _, http):
         body = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
             "max_tokens": 12,
@@ -96,7 +95,7 @@ async def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_completion_prompts(model_folder: Path, prompt: object, num_prompts: int, stream: bool) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+    async with joined_pair(model_folder) as (_, _, http):
         body = {"prompt": prompt, "n": 2, "max_tokens": 5, "stream": stream}
         response = await http.post("/v1/completions", json=body)
         assert response.status_code == 200
@@ -108,7 +107,7 @@ async def test_completion_prompts(model_folder: Path, prompt: object, num_prompt
 
 
 async def test_extensions_reach_the_nodes(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+    async with joined_pair(model_folder) as (nodes, _, http):
         async with client_of(http) as client:
             extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 7, "min_p": 0.1, "rid": "mine"}
             answer = await client.completions.create(
@@ -124,7 +123,7 @@ async def test_extensions_reach_the_nodes(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("rid", [None, "mine"])
 async def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None) -> None:
-    async with pair(decode=one_then_nothing) as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+    async with joined_pair(model_folder, decode=one_then_nothing) as (nodes, _, http):
         body = {"prompt": ["a", "b"], "stream": True, "rid": rid, "extra_key": "tenant"}
         async with http.stream("POST", "/v1/completions", json=body) as response:
             lines = (line async for line in response.aiter_lines() if line)
@@ -139,11 +138,7 @@ async def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None)
 
 
 async def test_models(model_folder: Path) -> None:
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes)) as (_, http),
-        client_of(http) as client,
-    ):
+    async with joined_pair(model_folder) as (_, _, http), client_of(http) as client:
         listed = await client.models.list()
         assert [model.id for model in listed.data] == ["tiny"]
         assert (await client.models.retrieve("tiny")).max_model_len == 256  # type: ignore[attr-defined]
@@ -156,7 +151,7 @@ async def test_models(model_folder: Path) -> None:
 def test_chat_templates(tmp_path: Path) -> None:
     async def status(folder: Path, template: Path | None, messages: object) -> tuple[int, str]:
         http = HttpOptions(port=0, served_model_name="tiny", chat_template=template)
-        async with pair() as nodes, joined_router(folder, list(nodes), http=http) as (_, client):
+        async with joined_pair(folder, http=http) as (nodes, _, client):
             response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
             sent = nodes[0].all(Prefill)
             prompt = byte_level_tokenizer().decode(list(sent[0].work.input_ids)) if sent else ""

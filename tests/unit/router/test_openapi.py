@@ -14,7 +14,7 @@ import pytest
 
 from router.http.config import HttpOptions
 from tests.unit.router.described import Described
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 
 JUDGED = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5]}
@@ -116,10 +116,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
 async def described(model_folder: Path, key: str = "") -> AsyncIterator[tuple[Described, httpx.AsyncClient]]:
     options = HttpOptions(port=0, served_model_name="tiny", api_keys=(key,) if key else ())
     scripts = {"prefill": scored_first_token, "decode": scored_story}
-    async with (
-        pair(**scripts) as nodes,
-        joined_router(model_folder, list(nodes), http=options, wait=not key) as (_, client),
-    ):
+    async with joined_pair(model_folder, **scripts, http=options, wait=not key) as (_, _, client):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         yield Described((await client.get("/openapi.json", headers=headers)).json()), client
 

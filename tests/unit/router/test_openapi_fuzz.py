@@ -22,18 +22,13 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.patience import PATIENCE_S
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 from tests.unit.router.test_openapi import CALLS, template
 
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 LEFT_OUT = {
-    ("POST", "/fleet/nodes"),  # would dial the addresses it is given
+    ("POST", "/fleet/nodes")  # would dial the addresses it is given
 }
 """Tried in tests of their own."""
 NUM_EXAMPLES = 20
@@ -62,7 +57,7 @@ class ServingThread:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         scripts = {"prefill": scored_first_token, "decode": scored_story}
         try:
-            async with pair(**scripts) as nodes, joined_router(self._folder, list(nodes)) as (router, _):
+            async with joined_pair(self._folder, **scripts) as (_, router, _):
                 self.url = router.url
                 self._ready.set()
                 await self._stop.wait()

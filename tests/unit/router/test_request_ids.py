@@ -13,7 +13,7 @@ import pytest
 from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode
 from tests.patience import eventually
-from tests.unit.router.fakes import joined_router, one_then_nothing, pair, say_nothing
+from tests.unit.router.fakes import joined_pair, joined_router, one_then_nothing, say_nothing
 
 HEADER = "x-request-id"
 RANDOM = re.compile(r"[0-9a-f]{32}")
@@ -23,10 +23,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 async def test_every_answer_has_one(model_folder: Path) -> None:
     http = HttpOptions(port=0, api_keys=("k",), allowed_origins=("https://page.example",))
     dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=1)
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes), http=http, dispatch=dispatch, wait=False) as (_, client),
-    ):
+    async with joined_pair(model_folder, http=http, dispatch=dispatch, wait=False) as (_, _, client):
         known = {"Authorization": "Bearer k"}
         while not (await client.get("/server_info", headers=known)).json()["nodes"]:
             await asyncio.sleep(0.01)
@@ -65,7 +62,7 @@ async def test_a_bug_keeps_it(model_folder: Path, caplog: pytest.LogCaptureFixtu
 
 
 async def test_it_is_the_rid(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
 
         async def rids(path: str, **body: object) -> list[str]:
             response = await client.post(path, json=body, headers={HEADER: "trace-7"})
@@ -87,7 +84,7 @@ async def test_it_is_the_rid(model_folder: Path) -> None:
 @pytest.mark.parametrize("given", [b"two words", b"", "schlüssel".encode(), b"x" * 201, b"tab\tbed"])
 def test_one_that_is_not_valid_is_replaced(model_folder: Path, given: bytes) -> None:
     async def run() -> None:
-        async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+        async with joined_pair(model_folder) as (_, _, client):
             response = await client.post("/generate", json={"text": "a"}, headers={HEADER: given})
             assert response.status_code == 200
             assert RANDOM.fullmatch(response.headers[HEADER])
@@ -104,10 +101,7 @@ async def test_several_are_replaced_by_one(model_folder: Path) -> None:
 
 
 async def test_a_retry_may_repeat_it_while_the_first_attempt_runs(model_folder: Path) -> None:
-    async with (
-        pair(prefill=say_nothing, decode=say_nothing) as nodes,
-        joined_router(model_folder, list(nodes)) as (_, client),
-    ):
+    async with joined_pair(model_folder, prefill=say_nothing, decode=say_nothing) as (nodes, _, client):
 
         def ask(headers: dict[str, str], **body: object) -> asyncio.Task[httpx.Response]:
             return asyncio.create_task(client.post("/generate", json={"text": "a", **body}, headers=headers))
@@ -139,10 +133,7 @@ async def test_the_first_to_end_leaves_the_name_to_the_other(model_folder: Path)
         assert found
         return float(found[1])
 
-    async with (
-        pair(prefill=one_then_nothing, decode=one_then_nothing) as nodes,
-        joined_router(model_folder, list(nodes)) as (_, client),
-    ):
+    async with joined_pair(model_folder, prefill=one_then_nothing, decode=one_then_nothing) as (_, _, client):
         headers, body = {HEADER: "same"}, {"text": "a", "stream": True}
         async with client.stream("POST", "/generate", json=body, headers=headers) as second:
             events = second.aiter_lines()
@@ -158,8 +149,7 @@ async def test_the_first_to_end_leaves_the_name_to_the_other(model_folder: Path)
 
 async def test_the_openai_client_finds_it(model_folder: Path) -> None:
     async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes)) as (router, _),
+        joined_pair(model_folder) as (_, router, _),
         openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as client,
     ):
         named = await client.completions.create(model="tiny", prompt="a", extra_headers={HEADER: "t-1"})

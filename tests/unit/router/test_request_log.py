@@ -19,7 +19,7 @@ from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import eventually
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, say_nothing
+from tests.unit.router.fakes import FakeNode, joined_pair, joined_router, one_then_nothing, pair, say_nothing
 
 LOGGED = HttpOptions(port=0, served_model_name="tiny", log_requests=True)
 SECRET = "xyzzy"
@@ -52,7 +52,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
 
 
 async def test_what_is_told_of_a_generation(model_folder: Path, told: Told) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
+    async with joined_pair(model_folder, http=LOGGED) as (_, router, client):
         before = len(told.events)
         await client.post("/generate", json=BODY, headers={"x-request-id": "trace"})
         event = await told.last(before + 1)
@@ -91,7 +91,7 @@ async def test_a_log_is_a_trace(
     system, other = list(range(1, 141)), list(range(2, 142))
     prompts = [[*system, 7], [*system, 8, 9], other, [*system, 7, *range(30)], [5, 6]]
 
-    async with pair() as nodes, joined_router(model_folder, list(nodes), http=LOGGED) as (router, client):
+    async with joined_pair(model_folder, http=LOGGED) as (_, router, client):
         before = len(told.events)
 
         async def generate(input_ids: object, **fields: object) -> None:
@@ -209,10 +209,7 @@ async def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told
             await may_fail.wait()
             node.send(Failed(message.key, 500, SECRET))
 
-    async with (
-        pair(prefill=fail, decode=fail) as nodes,
-        joined_router(model_folder, list(nodes), http=LOGGED) as (router, client),
-    ):
+    async with joined_pair(model_folder, prefill=fail, decode=fail, http=LOGGED) as (nodes, router, client):
         before = len(told.events)
         body = json.dumps({**BODY, "stream": stream}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
@@ -238,7 +235,7 @@ async def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told
 
 
 async def test_it_is_off_by_default(model_folder: Path, told: Told) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         assert (await client.post("/generate", json=BODY)).status_code == 200
         assert (await client.get("/nowhere")).status_code == 404
     assert told.events == []

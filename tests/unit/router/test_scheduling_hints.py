@@ -15,7 +15,7 @@ from router.request.fields import read_routing_key
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.bodies import validate
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -30,7 +30,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 )
 @pytest.mark.parametrize("way", ["body", "header"])
 async def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, Any], way: str) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, http):
+    async with joined_pair(model_folder) as (nodes, _, http):
         headers = {"X-SMG-Routing-Key": "red"} if way == "header" else {}
         key = {"routing_key": "red"} if way == "body" else {}
         answer = await http.post(path, json={**body, "priority": -7, **key}, headers=headers)

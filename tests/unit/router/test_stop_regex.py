@@ -27,7 +27,7 @@ from router.text.stop_regex import (
 from router.text.text_workers import TextWorkers
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Prefill
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_router, pair
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_pair
 
 LOCAL_PATTERNS = (
     "ab",
@@ -320,7 +320,7 @@ def test_what_is_compiled_is_bounded_by_the_size(pattern: str) -> None:
 
 
 async def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
-    async with pair() as nodes, joined_router(model_folder, [*nodes]) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for keep, text in ((False, "The quick brown "), (True, "The quick brown fox j")):
             params = {"max_new_tokens": 100, "stop_regex": ["never", r"f\w+ [a-k]"], "no_stop_trim": keep}
             body = {"text": "tell me", "sampling_params": params}
@@ -339,7 +339,7 @@ async def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> 
         ids = [byte_level_tokenizer().token_to_id("a")] * 150
         node.tokens(message.key, 0, ids, Finish("length"))
 
-    async with pair(decode=tell_the_same) as nodes, joined_router(model_folder, [*nodes]) as (_, client):
+    async with joined_pair(model_folder, decode=tell_the_same) as (_, _, client):
         body = {
             "text": ["one", "two"],
             "sampling_params": [

@@ -21,7 +21,7 @@ from router.text.tokenizer import Tokenizer
 from shared.protocol.messages import Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
-from tests.unit.router.fakes import joined_router, pair, until_queued, write_model
+from tests.unit.router.fakes import joined_pair, until_queued, write_model
 from tests.unit.router.sample_tokenizers import KINDS, TEXTS, sample
 
 LONG = MEDIUM_CHARS + 1
@@ -138,7 +138,7 @@ async def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
 ) -> None:
     folder = write_model(tmp_path, context_length=1 << 20)
 
-    async with pair() as nodes, joined_router(folder, [*nodes]) as (router, client):
+    async with joined_pair(folder) as (nodes, router, client):
         workers = router.model.get().tokenizer.workers
         gates = [Gate() for _ in range(workers.num_long)]
         blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, Stamp
-from tests.unit.router.fakes import FakeNode, joined_router, pair
+from tests.unit.router.fakes import FakeNode, joined_pair
 
 ROUTES = {
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 3}},
@@ -57,10 +57,7 @@ async def test_each_event_tells_the_stages_known_by_then(model_folder: Path, pat
         ended = ReqReport(stamps=arrived + stamps("decode", "finished"), kv_pages_transferred=2)
         node.tokens(message.key, 2, node.story[2:3], Finish("length"), ended)
 
-    async with (
-        pair(prefill=prefill, decode=decode) as (p, d),
-        joined_router(model_folder, [p, d]) as (_, client),
-    ):
+    async with joined_pair(model_folder, prefill=prefill, decode=decode) as (_, _, client):
         told = []
         async for event in stream(client, path, return_timeline=True):
             told.append(told_of(event))
@@ -84,7 +81,7 @@ async def test_each_event_tells_the_stages_known_by_then(model_folder: Path, pat
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_nobody_is_told_who_did_not_ask(model_folder: Path, path: str) -> None:
-    async with pair() as nodes, joined_router(model_folder, list(nodes)) as (_, client):
+    async with joined_pair(model_folder) as (_, _, client):
         async for event in stream(client, path):
             fields = event["meta_info"] if "meta_info" in event else event["choices"][0]
             assert not {"timeline", "kv_pages_transferred"} & set(fields)

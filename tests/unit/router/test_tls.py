@@ -23,7 +23,7 @@ from router.server import Router
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, figure, joined_router, pair
+from tests.unit.router.fakes import FakeNode, figure, joined_pair, joined_router
 from tests.unit.router.raw_client import RawClient, post
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 from tests.unit.router.test_slow_readers import ENDLESS, request
@@ -82,10 +82,7 @@ async def ask(router: Router, context: ssl.SSLContext, path: str = "/health") ->
 
 
 async def test_answers_and_streams_over_https(model_folder: Path, ours: TlsOptions) -> None:
-    async with (
-        pair() as nodes,
-        joined_router(model_folder, list(nodes), http=config_of(ours), wait=False) as (router, plain),
-    ):
+    async with joined_pair(model_folder, http=config_of(ours), wait=False) as (_, router, plain):
         assert router.url.startswith("https://127.0.0.1:")
         async with httpx.AsyncClient(
             base_url=router.url, timeout=PATIENCE_S, verify=trusting(ours)

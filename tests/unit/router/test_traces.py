@@ -26,7 +26,7 @@ from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport,
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import until
 from tests.unit.router.dispatched import FakeNode as DispatchedNode
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.fakes import FakeNode, joined_pair, joined_router, one_then_nothing, pair
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"text": "a", "sampling_params": {"max_new_tokens": 3}, "rid": "mine"}
@@ -105,10 +105,7 @@ def otel_threads() -> list[str]:
 async def test_a_span_for_each_stage_on_router_and_nodes(model_folder: Path) -> None:
     with collecting() as collector:
         options = HttpOptions(port=0, served_model_name="tiny", otlp_traces_endpoint=collector.url)
-        async with (
-            pair(prefill=prefill, decode=decode) as nodes,
-            joined_router(model_folder, list(nodes), http=options) as (_, client),
-        ):
+        async with joined_pair(model_folder, prefill=prefill, decode=decode, http=options) as (_, _, client):
             assert otel_threads()
             header = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
             assert (await client.post("/generate", json=BODY, headers=header)).status_code == 200
@@ -161,10 +158,7 @@ async def test_a_collector_that_is_gone_costs_a_line_in_the_log(
 
     with caplog.at_level(logging.WARNING, "baton"):
         options = HttpOptions(port=0, served_model_name="tiny", otlp_traces_endpoint=url)
-        async with (
-            pair(prefill=prefill, decode=decode) as nodes,
-            joined_router(model_folder, list(nodes), http=options) as (_, client),
-        ):
+        async with joined_pair(model_folder, prefill=prefill, decode=decode, http=options) as (_, _, client):
             assert (await client.post("/generate", json=BODY)).status_code == 200
     assert "traces_not_sent reason=" in caplog.text
     until(lambda: not otel_threads())  # it was told to end, and may have a last line to log
