@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,12 +37,28 @@ SLOW_OPS = replace(FAST, op_timeout_s=10.0)
 """For tests in which a chunk is under way for long."""
 
 
+NewWorld = Callable[..., World]
+
+
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
+def new_world() -> Iterator[NewWorld]:
+    with contextlib.ExitStack() as worlds:
+        yield lambda **kw: worlds.enter_context(contextlib.closing(World(**kw)))
+
+
+@pytest.fixture
+def world(new_world: NewWorld) -> Iterator[World]:
+    world = new_world()
     yield world
     world.settle()
-    world.close()
+
+
+def advance(num_steps: int, network: FakeNetwork, *hosts: PrefillHost | DecodeHost) -> None:
+    """Only these hosts go on."""
+    for _ in range(num_steps):
+        network.advance(0.01)
+        for host in hosts:
+            host.step()
 
 
 def failure(world: World, number: int = 0) -> ReceiveFailed:
@@ -175,8 +192,10 @@ def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World
 
 @pytest.mark.parametrize("host_name", ["p0", "d0"])
 @pytest.mark.parametrize("how", ["cancelled", "link lost", "cancelled by the peer", "closed"])
-def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(host_name: str, how: str) -> None:
-    world = World()
+def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(
+    host_name: str, how: str, new_world: NewWorld
+) -> None:
+    world = new_world()
     host: PrefillHost | DecodeHost = world.p if host_name == "p0" else world.d
     peer = "d0" if host_name == "p0" else "p0"
     seen_in_the_middle: list[bool] = []
@@ -202,7 +221,6 @@ def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(host_name:
     assert key(0) in host.ended
     assert not isinstance(host.ended[key(0)], Received)
     world.settle()
-    world.close()
 
 
 @pytest.mark.parametrize("cancel_lost", [False, True])
@@ -253,15 +271,14 @@ def test_a_ready_whose_request_never_comes_is_answered_with_a_cancel(world: Worl
     )
 
 
-def test_of_too_many_readies_the_oldest_is_answered_with_a_cancel() -> None:
-    world = World(options=replace(FAST, max_parked=1))
+def test_of_too_many_readies_the_oldest_is_answered_with_a_cancel(new_world: NewWorld) -> None:
+    world = new_world(options=replace(FAST, max_parked=1))
     for number in range(2):
         world.d.open(key(number), "p0", 4, 0)
     world.run(0.1)
     reason = "too many transfers wait for their request at the sending node"
     assert failure(world) == ReceiveFailed(key(0), reason, by_peer=True, sender="p0")
     assert key(1) in world.d.live
-    world.close()
 
 
 def test_a_prefill_node_waits_for_the_reservation_only_so_long(world: World) -> None:
@@ -321,8 +338,8 @@ def offer_one(world: World) -> None:
 
 
 @pytest.mark.parametrize("handed_off", [False, True])
-def test_offered_pages_that_do_not_arrive_fail_the_transfer(handed_off: bool) -> None:
-    world = World(options=SLOW_OPS)
+def test_offered_pages_that_do_not_arrive_fail_the_transfer(handed_off: bool, new_world: NewWorld) -> None:
+    world = new_world(options=SLOW_OPS)
     world.network.hold(Grant)
     world.p.rate = 0
     open_both(world, total=1 if handed_off else 4)
@@ -335,7 +352,6 @@ def test_offered_pages_that_do_not_arrive_fail_the_transfer(handed_off: bool) ->
     assert "no progress" in world.p.ended[key(0)].reason
     world.network.release(Grant)
     world.settle()
-    world.close()
 
 
 def test_a_chunk_may_be_computed_for_longer_than_a_transfer_may_stand_still(world: World) -> None:
@@ -358,18 +374,17 @@ def test_a_chunk_that_is_never_computed_fails_the_transfer(world: World) -> None
     assert "no pages were offered" in failure(world).reason
 
 
-def test_each_chunk_that_arrives_renews_the_deadline() -> None:
+def test_each_chunk_that_arrives_renews_the_deadline(new_world: NewWorld) -> None:
     delay = FAST.transfer_timeout_s / 2
-    world = World(faults=Faults(link_delay_s=(delay, delay)), options=replace(SLOW_OPS, num_slots=1))
+    world = new_world(faults=Faults(link_delay_s=(delay, delay)), options=replace(SLOW_OPS, num_slots=1))
     open_both(world, total=4)
     world.run(8.5 * delay)
     assert isinstance(world.d.ended[key(0)], Received)
     world.settle()
-    world.close()
 
 
-def test_a_step_of_the_decode_nodes_loop_may_last_longer_than_a_lease() -> None:
-    world = World(options=replace(SLOW_OPS, transfer_timeout_s=60.0))
+def test_a_step_of_the_decode_nodes_loop_may_last_longer_than_a_lease(new_world: NewWorld) -> None:
+    world = new_world(options=replace(SLOW_OPS, transfer_timeout_s=60.0))
     world.network.hold(Grant)
     open_both(world, total=2)
     world.run(0.3)
@@ -381,7 +396,6 @@ def test_a_step_of_the_decode_nodes_loop_may_last_longer_than_a_lease() -> None:
     world.run(0.3)
     assert world.p.ended[key(0)].ok
     world.settle()
-    world.close()
 
 
 def test_pages_handed_off_are_held_while_the_lease_is_renewed_and_no_longer(world: World) -> None:
@@ -415,16 +429,15 @@ def test_pages_are_held_without_a_lease_while_the_prompt_is_computed(world: Worl
     assert world.p.ended[key(0)].ok
 
 
-def test_a_slow_transfer_keeps_its_lease() -> None:
+def test_a_slow_transfer_keeps_its_lease(new_world: NewWorld) -> None:
     faults = Faults(link_delay_s=(0.2, 0.2))
-    world = World(faults=faults)
+    world = new_world(faults=faults)
     open_both(world, total=12)
     world.run(FAST.lease_s * 2)  # chunks arrive in order, 0.2 s each way, some at a time
     renewals = world.network.num_sent["LeaseRenew"]
     world.settle()
     assert renewals >= 2
     assert world.p.ended[key(0)].ok
-    world.close()
 
 
 @pytest.mark.parametrize("cancel_lost", [False, True])
@@ -495,19 +508,20 @@ def test_counts_that_do_not_fit_fail_the_transfer(world: World, messages: list[S
     world.network.release(Grant)
 
 
-def test_repeated_messages_change_nothing() -> None:
-    world = World(faults=Faults(duplicate=1.0))
+def test_repeated_messages_change_nothing(new_world: NewWorld) -> None:
+    world = new_world(faults=Faults(duplicate=1.0))
     world.run(0.5)
     open_both(world)
     world.run(0.5)
     assert isinstance(world.d.ended[key(0)], Received)
     assert world.p.ended[key(0)].ok
     world.settle()
-    world.close()
 
 
-def test_a_node_that_ends_in_order_is_not_called_silent(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
+def test_a_node_that_ends_in_order_is_not_called_silent(
+    caplog: pytest.LogCaptureFixture, new_world: NewWorld
+) -> None:
+    world = new_world()
     open_both(world)
     world.run(1.0)
     num_links = world.d.side.peers.num_links_opened
@@ -516,21 +530,19 @@ def test_a_node_that_ends_in_order_is_not_called_silent(caplog: pytest.LogCaptur
     assert "p0" not in world.d.side.peers
     assert world.d.side.peers.num_links_opened == num_links
     assert "peer_silent" not in caplog.text
-    world.close()
 
 
-def test_the_link_of_a_node_that_leaves_is_dead_at_once() -> None:
-    world = World()
+def test_the_link_of_a_node_that_leaves_is_dead_at_once(new_world: NewWorld) -> None:
+    world = new_world()
     open_both(world)
     world.run(1.0)
     assert world.d.side.links.worker("p0") is not None
     world.d.side.on_message("p0", PeerLeft())
     assert world.d.side.links.worker("p0") is None
-    world.close()
 
 
-def test_another_peer_cannot_touch_a_transfer() -> None:
-    world = World(prefills=("p0", "p1"))
+def test_another_peer_cannot_touch_a_transfer(new_world: NewWorld) -> None:
+    world = new_world(prefills=("p0", "p1"))
     world.p.rate = 0
     open_both(world)
     world.run(0.2)
@@ -543,7 +555,6 @@ def test_another_peer_cannot_touch_a_transfer() -> None:
     world.run(0.5)
     assert isinstance(world.d.ended[key(0)], Received)
     world.settle()
-    world.close()
 
 
 @pytest.mark.parametrize(
@@ -552,8 +563,8 @@ def test_another_peer_cannot_touch_a_transfer() -> None:
     ids=lambda message: type(message).__name__,
 )
 @pytest.mark.parametrize("when", ["waiting", "offering"])
-def test_another_decode_node_cannot_touch_a_transfer(message: Struct, when: str) -> None:
-    world = World(decodes=("d0", "d1"))
+def test_another_decode_node_cannot_touch_a_transfer(message: Struct, when: str, new_world: NewWorld) -> None:
+    world = new_world(decodes=("d0", "d1"))
     world.p.rate = 0
     world.p.open(key(0), "d0", 6)
     if when == "offering":
@@ -569,11 +580,10 @@ def test_another_decode_node_cannot_touch_a_transfer(message: Struct, when: str)
     assert isinstance(received, Received)
     assert received.pages == 6
     world.settle()
-    world.close()
 
 
-def test_another_decode_node_cannot_renew_a_lease() -> None:
-    world = World(decodes=("d0", "d1"))
+def test_another_decode_node_cannot_renew_a_lease(new_world: NewWorld) -> None:
+    world = new_world(decodes=("d0", "d1"))
     world.network.drop_next(Done)
     open_both(world, total=2)
     for _ in range(8):
@@ -581,7 +591,6 @@ def test_another_decode_node_cannot_renew_a_lease() -> None:
         world.decodes["d1"].side._outbox.send("p0", LeaseRenew((key(0),)))
     assert "lease" in world.p.ended[key(0)].reason
     world.settle()
-    world.close()
 
 
 def changed(grant: Grant, change: dict[str, int]) -> Grant:
@@ -626,13 +635,12 @@ def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
     assert world.d.side.peers.num_links_opened == 1
 
 
-def test_a_byte_that_changed_after_the_check_is_noticed_by_comparing_pages() -> None:
-    world = World()
+def test_a_byte_that_changed_after_the_check_is_noticed_by_comparing_pages(new_world: NewWorld) -> None:
+    world = new_world()
     world.network.corrupt_after_check()
     open_both(world)
     with pytest.raises(AssertionError, match="differs"):
         world.run(0.5)
-    world.close()
 
 
 # ------------------------------------------------------------------------------------------ links, peers
@@ -643,10 +651,7 @@ def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     d.open(key(0), "p0", 4, 0)
     p.open(key(0), "d0", 4)
     network.connect("p0", "d0")
-    for _ in range(20):
-        network.advance(0.01)
-        p.step()
-        d.step()
+    advance(20, network, p, d)
     for end in (p.ended[key(0)], d.ended[key(0)]):
         assert not isinstance(end, Received)
         assert "layouts differ in dtype: this node has 'float32', the peer has 'bfloat16'" in end.reason
@@ -689,10 +694,7 @@ def test_pages_of_other_numerics_move_only_where_that_is_allowed(allowed: bool) 
     d.open(key(0), "p0", 4, 0)
     p.open(key(0), "d0", 4)
     network.connect("p0", "d0")
-    for _ in range(100):
-        network.advance(0.01)
-        p.step()
-        d.step()
+    advance(100, network, p, d)
     if allowed:
         assert isinstance(d.ended[key(0)], Received)
     else:
@@ -705,40 +707,32 @@ def test_a_reservation_waits_for_its_peer_to_connect() -> None:
     network = FakeNetwork()
     d = DecodeHost(network, "d0", FAST)
     d.open(key(0), "p0", 4, 0)
-    for _ in range(100):
-        network.advance(0.01)
-        d.step()
+    advance(100, network, d)
     assert network.num_sent["Ready"] == network.num_sent["LeaseRenew"] == 0
     p = PrefillHost(network, "p0", FAST)
     p.open(key(0), "d0", 4)
     network.connect("p0", "d0")
-    for _ in range(100):
-        network.advance(0.01)
-        p.step()
-        d.step()
+    advance(100, network, p, d)
     assert isinstance(d.ended[key(0)], Received)
     d.open(key(1), "nobody", 4, 0)
     p.open(key(1), "nobody", 4)
-    for _ in range(200):
-        network.advance(0.01)
-        p.step()
-        d.step()
+    advance(200, network, p, d)
     assert "no link to sending node nobody" in d.ended[key(1)].reason  # type: ignore[union-attr]
     assert "no connection to receiving node nobody" in p.ended[key(1)].reason
 
 
 @pytest.mark.parametrize("silent_kill", [False, True], ids=["reported", "silent"])
 @pytest.mark.parametrize("victim", ["p0", "d0"])
-def test_a_killed_peer_fails_what_it_had_under_way(victim: str, silent_kill: bool) -> None:
-    world = World(faults=Faults(silent_kill=silent_kill))
+def test_a_killed_peer_fails_what_it_had_under_way(
+    victim: str, silent_kill: bool, new_world: NewWorld
+) -> None:
+    world = new_world(faults=Faults(silent_kill=silent_kill))
     world.network.hold(Grant)
     open_both(world)
     world.run(0.2)
     survivor: PrefillHost | DecodeHost = world.d if victim == "p0" else world.p
     world.network.kill(victim)
-    for _ in range(300):
-        world.network.advance(0.01)
-        survivor.step()
+    advance(300, world.network, survivor)
     assert key(0) in survivor.ended
     assert num_slots_out(survivor.side) == 0
     survivor.pages.audit()
@@ -747,31 +741,27 @@ def test_a_killed_peer_fails_what_it_had_under_way(victim: str, silent_kill: boo
     world.network.release(Grant)
     world.run(1.0)
     assert isinstance(world.d.ended[key(1)], Received)
-    world.close()
 
 
-def test_slots_of_a_dead_link_come_home_at_its_abort_and_not_at_the_timeout_of_a_stuck_op() -> None:
-    world = World(faults=Faults(stuck_op=1.0, notice_s=(0.01, 0.01)))
+def test_slots_of_a_dead_link_come_home_at_its_abort_and_not_at_the_timeout_of_a_stuck_op(
+    new_world: NewWorld,
+) -> None:
+    world = new_world(faults=Faults(stuck_op=1.0, notice_s=(0.01, 0.01)))
     world.network.hold(Grant)
     open_both(world)
     world.run(0.1)
     assert num_slots_out(world.d.side) == FAST.num_slots
     world.network.kill("p0")
-    for _ in range(4):
-        world.network.advance(0.01)
-        world.d.step()
+    advance(4, world.network, world.d)
     assert key(0) in world.d.ended
     assert num_slots_out(world.d.side) == 0
-    world.close()
 
 
 def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
     world.run(0.3)
     world.network.stop("p0")
     world.d.open(key(0), "p0", 4, 0)
-    for _ in range(200):
-        world.network.advance(0.01)
-        world.d.step()
+    advance(200, world.network, world.d)
     assert "silent" in failure(world).reason
     assert peer_states(world.d.side) == {"p0": "silent"}
     world.network.resume("p0")
@@ -782,26 +772,21 @@ def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
     assert isinstance(world.d.ended[key(1)], Received)
 
 
-def test_the_canary_alone_fails_transfers_of_a_dead_decode_node() -> None:
-    world = World(faults=Faults(silent_kill=True, notice_s=(0.02, 0.02)))
+def test_the_canary_alone_fails_transfers_of_a_dead_decode_node(new_world: NewWorld) -> None:
+    world = new_world(faults=Faults(silent_kill=True, notice_s=(0.02, 0.02)))
     world.p.rate = 0
     open_both(world)
     world.run(0.3)
     world.network.kill("d0")
-    for _ in range(5):
-        world.network.advance(0.01)
-        world.p.step()
+    advance(5, world.network, world.p)
     assert "link lost: the peer is gone" in world.p.ended[key(0)].reason
-    world.close()
 
 
 def test_a_stopped_decode_node_fails_even_what_waits_for_its_reservation(world: World) -> None:
     world.run(0.3)
     world.p.open(key(0), "d0", 4)
     world.network.stop("d0")
-    for _ in range(150):
-        world.network.advance(0.01)
-        world.p.step()
+    advance(150, world.network, world.p)
     assert "silent" in world.p.ended[key(0)].reason
     assert peer_states(world.p.side) == {"d0": "silent"}
     world.network.resume("d0")
@@ -830,9 +815,7 @@ def test_success_before_the_handoff_is_no_success(world: World) -> None:
 def test_a_peer_that_stays_silent_is_forgotten_and_may_still_come_back(world: World) -> None:
     world.run(0.3)
     world.network.stop("p0")
-    for _ in range(round(FAST.forget_peer_s * 120)):
-        world.network.advance(0.01)
-        world.d.step()
+    advance(round(FAST.forget_peer_s * 120), world.network, world.d)
     assert peer_states(world.d.side) == {}
     pings = world.network.num_sent["PeerPing"]
     world.network.advance(2.0)
@@ -843,8 +826,8 @@ def test_a_peer_that_stays_silent_is_forgotten_and_may_still_come_back(world: Wo
     assert peer_states(world.d.side) == {"p0": "linked"}
 
 
-def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
-    world = World()
+def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows(new_world: NewWorld) -> None:
+    world = new_world()
     world.network.drop_next(StoreSet, 10**6)  # no link can be built
     opened_at: list[float] = []
     for _ in range(1000):
@@ -857,16 +840,13 @@ def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows() -> None:
     assert gaps[0] < 0.15
     assert gaps[1] > gaps[0]
     assert gaps[-1] == pytest.approx(FAST.rebuild_max_s, abs=0.1)
-    world.close()
 
 
 def test_both_ends_say_that_a_link_is_gone_until_it_is_back(world: World) -> None:
     world.run(0.3)
     assert world.p.side.unreachable == world.d.side.unreachable == {}
     world.network.stop("p0")
-    for _ in range(round(FAST.peer_timeout_s * 200)):
-        world.network.advance(0.01)
-        world.d.step()
+    advance(round(FAST.peer_timeout_s * 200), world.network, world.d)
     assert world.d.side.unreachable == {"p0": f"silent for {FAST.peer_timeout_s:g} s"}
     world.network.resume("p0")
     world.run(FAST.hello_retry_s + FAST.peer_timeout_s + 1.0)
@@ -876,8 +856,8 @@ def test_both_ends_say_that_a_link_is_gone_until_it_is_back(world: World) -> Non
     assert world.p.side.unreachable == world.d.side.unreachable == {}, "peers that are gone are not listed"
 
 
-def test_a_new_pair_is_not_unreachable_before_its_link_could_not_be_built() -> None:
-    world = World()
+def test_a_new_pair_is_not_unreachable_before_its_link_could_not_be_built(new_world: NewWorld) -> None:
+    world = new_world()
     world.network.drop_next(StoreSet, 10**6)  # no link can be built
     world.run(FAST.build_timeout_s / 2)
     assert world.p.side.unreachable == world.d.side.unreachable == {}
@@ -885,7 +865,6 @@ def test_a_new_pair_is_not_unreachable_before_its_link_could_not_be_built() -> N
     assert "p0" in world.d.side.unreachable
     world.run(FAST.build_timeout_s / 2)
     assert "p0" in world.d.side.unreachable, "also while the next one is being built"
-    world.close()
 
 
 def test_a_lost_hello_is_said_again(world: World) -> None:
@@ -934,8 +913,8 @@ def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world
     assert isinstance(world.d.ended[key(1)], Received)
 
 
-def test_close_ends_everything_and_later_calls_do_nothing() -> None:
-    world = World()
+def test_close_ends_everything_and_later_calls_do_nothing(new_world: NewWorld) -> None:
+    world = new_world()
     world.network.hold(Grant)
     open_both(world)
     world.run(0.2)
@@ -951,7 +930,6 @@ def test_close_ends_everything_and_later_calls_do_nothing() -> None:
     world.network.connect("p0", "d0")
     world.run(1.0)
     assert peer_states(world.p.side) == {}
-    world.close()
 
 
 def test_messages_are_wire_safe(world: World) -> None:
