@@ -483,13 +483,28 @@ async def pair(**prefill_and_decode: object) -> AsyncIterator[tuple[FakeNode, Fa
 
 
 @contextlib.asynccontextmanager
-async def joined_pair(
+async def joined_trio(
     model_folder: Path | None, **scripts_and_options: Any
+) -> AsyncIterator[tuple[tuple[FakeNode, FakeNode, FakeNode], Router, httpx.AsyncClient]]:
+    """A router that is joined to one node of each role, and to a decode node more."""
+    async with (
+        FakeNode(Role.DECODE, "decode-1") as other,
+        joined_pair(model_folder, other, **scripts_and_options) as (nodes, router, client),
+    ):
+        yield (*nodes, other), router, client
+
+
+@contextlib.asynccontextmanager
+async def joined_pair(
+    model_folder: Path | None, *others: FakeNode, **scripts_and_options: Any
 ) -> AsyncIterator[tuple[tuple[FakeNode, FakeNode], Router, httpx.AsyncClient]]:
-    """A router that is joined to one node of each role."""
+    """A router that is joined to one node of each role, and to `others`."""
     options = dict(scripts_and_options)
     scripts = {name: options.pop(name) for name in ("prefill", "decode") if name in options}
-    async with pair(**scripts) as nodes, joined_router(model_folder, [*nodes], **options) as (router, client):
+    async with (
+        pair(**scripts) as nodes,
+        joined_router(model_folder, [*nodes, *others], **options) as (router, client),
+    ):
         yield nodes, router, client
 
 

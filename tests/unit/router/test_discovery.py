@@ -19,18 +19,15 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from kubernetes import client
 
-from router.dispatch.running_req import Node
 from router.nodes.discovery import Discovery, DnsDiscovery, Listing, make_discovery
-from router.nodes.fleet_changes import FleetChanges
 from router.nodes.k8s_discovery import K8sDiscovery, address_of_pod
 from router.nodes.member import MemberState
-from router.nodes.shared_news import SharedNews
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from shared.protocol.resolver import Resolver
 from tests.patience import PATIENCE_S, eventually, until
 from tests.unit.router.fakes import FakeNode
-from tests.unit.router.test_membership import TIMING, new_membership
+from tests.unit.router.test_membership import TIMING, changes_of, new_membership
 
 PREFILL, DECODE = ("prefill", "decode")
 SELECTORS = {Role.PREFILL: "role=prefill", Role.DECODE: "role=decode"}
@@ -169,25 +166,10 @@ async def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
         await eventually(lambda: names() == ["d0"])
 
 
-class NoReqs:
-    """A dispatcher without a sequence."""
-
-    def num_held(self, node: Node) -> int:
-        return 0
-
-    def move_held(self, node: Node) -> None:
-        return
-
-    def fail_over_held(self, node: Node, reason: str) -> int:
-        return 0
-
-
 async def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
     """A pod that was started anew has another address, and the name is looked up by operators."""
-    async with new_membership() as (membership, _):
-        changes = FleetChanges(
-            membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
-        )
+    async with new_membership() as (membership, events):
+        changes = changes_of(membership, events)
         old = FakeNode(Role.DECODE, "d0")
         await old.__aenter__()
         assert membership.dial(old.ref.address, Role.DECODE, pinned=True) is not None
@@ -207,10 +189,8 @@ async def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
 
 async def test_a_node_is_told_to_resume_only_while_it_is_added() -> None:
     """Else each later connection would take back the drain of another router."""
-    async with new_membership() as (membership, _), FakeNode(Role.DECODE, "d0") as node:
-        changes = FleetChanges(
-            membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
-        )
+    async with new_membership() as (membership, events), FakeNode(Role.DECODE, "d0") as node:
+        changes = changes_of(membership, events)
         for _ in range(2):  # anew, and once more as a member
             member = await changes.add(Role.DECODE, node.ref.address, PATIENCE_S)
             assert member.state is MemberState.ALIVE and member.pinned and not member.resume

@@ -35,8 +35,8 @@ from tests.unit.router.fakes import (
     join_socket_of,
     joined_pair,
     joined_router,
+    joined_trio,
     one_then_nothing,
-    pair,
     until_loads,
 )
 
@@ -101,11 +101,7 @@ async def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
 async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder) as ((prefill, decode, other), _, client):
         release = wait_before_story(decode)
         running = asyncio.create_task(client.post("/generate", json=BODY))  # decode-0 comes first
         await decode.wait_for(Decode)

@@ -17,9 +17,11 @@ import zmq.asyncio
 from router.dispatch.failover import Loss
 from router.dispatch.running_req import Node
 from router.nodes.conversation import Timing
+from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import MAX_MEMBERS, Membership
 from router.nodes.node_link import LiveNode
+from router.nodes.shared_news import SharedNews
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
@@ -109,6 +111,35 @@ async def new_membership(
     finally:
         await membership.close()
         context.destroy()
+
+
+class NoReqs:
+    """Of a router without sequences."""
+
+    def num_held(self, node: Node) -> int:
+        return 0
+
+    def move_held(self, node: Node) -> None:
+        raise AssertionError("it holds nothing")
+
+    def fail_over_held(self, node: Node, reason: str) -> int:
+        return 0
+
+
+def changes_of(membership: Membership, events: Events, **options: float) -> FleetChanges:
+    """Of a router without sequences."""
+    news = SharedNews(membership.all_live, "router")
+    changes = FleetChanges(membership, NoReqs(), news, lambda rid: None, **options)
+    membership.report_to(events, changes)
+    return changes
+
+
+async def dialled(membership: Membership, node: FakeNode) -> Member:
+    """Once it is alive."""
+    member = membership.dial(node.ref.address, node.role, pinned=True)
+    assert member is not None
+    await eventually(lambda: member.state is MemberState.ALIVE)
+    return member
 
 
 async def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
@@ -215,18 +246,14 @@ async def test_a_node_that_says_nothing_more_is_not_loading() -> None:
 async def test_a_router_that_stops_says_so() -> None:
     async with FakeNode(Role.DECODE) as node:
         async with new_membership() as (membership, _):
-            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert member is not None
-            await eventually(lambda: member.state is MemberState.ALIVE)
+            await dialled(membership, node)
         await node.wait_for(Leaving)
 
 
 @pytest.mark.parametrize("code", [0, 1])
 async def test_the_process_of_a_local_node_that_ended_without_an_error_has_not_crashed(code: int) -> None:
     async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        await dialled(membership, node)
         membership.node_exited(node.node_id, Role.DECODE, f"exited with code {code}", crashed=code != 0)
         await eventually(lambda: bool(events.lost))
         assert events.losses == [Loss.CRASHED if code else Loss.LEFT]
@@ -235,9 +262,7 @@ async def test_the_process_of_a_local_node_that_ended_without_an_error_has_not_c
 @pytest.mark.parametrize("crashed", [False, True])
 async def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None:
     async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        member = await dialled(membership, node)
         node.send(Leaving("it says why", crashed=crashed))
         await eventually(lambda: bool(events.lost))
         assert member.reason == "it says why"
@@ -246,9 +271,7 @@ async def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None
 
 async def test_a_connection_that_is_closed_without_a_word_is_a_crash() -> None:
     async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        await dialled(membership, node)
         await node.stop()
         await eventually(lambda: bool(events.lost))
         assert events.losses == [Loss.CRASHED]
@@ -261,9 +284,7 @@ async def test_a_connection_that_is_closed_after_a_silence_is_a_crash_only_if_th
     timing = Timing(hello_s=1.0, redial_s=0.05, ping_s=60.0, node_timeout_s=0.2)
 
     async with FakeNode(Role.DECODE) as node, new_membership(timing=timing) as (membership, events):
-        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.node is not None)
+        member = await dialled(membership, node)
         live = member.node
         assert live is not None
         await eventually(lambda: live.liveness.is_silent(time.monotonic()))
@@ -278,9 +299,7 @@ async def test_a_connection_that_is_closed_after_a_silence_is_a_crash_only_if_th
 
 async def test_a_node_that_takes_no_messages_has_not_crashed() -> None:
     async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.node is not None)
+        member = await dialled(membership, node)
         live = member.node
         assert live is not None
         large = Cancel(ReqKey("r" * 4096, "1"))

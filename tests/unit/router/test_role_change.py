@@ -29,9 +29,9 @@ from shared.protocol.messages import (
     SetRole,
 )
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair, until_loads
+from tests.unit.router.fakes import FakeNode, joined_router, joined_trio, one_then_nothing, pair, until_loads
 from tests.unit.router.test_fleet_changes import BODY, wait_before_story
-from tests.unit.router.test_membership import TIMING, new_membership
+from tests.unit.router.test_membership import TIMING, NoReqs, changes_of, dialled, new_membership
 from tests.unit.router.test_shared_news import two_routers
 
 Roles = dict[str, tuple[str, str]]
@@ -56,11 +56,7 @@ async def set_role(
 
 
 async def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder) as ((prefill, decode, other), _, client):
         before = decode.ref
         release = wait_before_story(decode)
         running = asyncio.create_task(client.post("/generate", json=BODY))  # decode-0 comes first
@@ -100,11 +96,7 @@ async def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(mode
 
 
 async def test_what_still_runs_after_the_timeout_goes_on_elsewhere(model_folder: Path) -> None:
-    async with (
-        pair(decode=one_then_nothing) as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder, decode=one_then_nothing) as ((_, decode, other), _, client):
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
         changing = asyncio.create_task(set_role(client, "decode-0", "prefill", 500))
@@ -116,11 +108,7 @@ async def test_what_still_runs_after_the_timeout_goes_on_elsewhere(model_folder:
 
 
 async def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder) as ((_, decode, _), _, client):
         release = wait_before_story(decode)
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
@@ -136,11 +124,7 @@ async def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(
 
 
 async def test_a_node_that_dies_before_it_answers_has_not_left_for_the_role(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder) as ((_, decode, _), _, client):
         decode.hears_roles = False
         changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
         await decode.wait_for(SetRole)
@@ -152,11 +136,7 @@ async def test_a_node_that_dies_before_it_answers_has_not_left_for_the_role(mode
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 async def test_a_node_that_has_left_for_its_role_is_not_removed(model_folder: Path, is_pinned: bool) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (router, client),
-    ):
+    async with joined_trio(model_folder) as ((_, decode, _), router, client):
         for member in router._membership.members:
             member.pinned = is_pinned
         decode.may_return.clear()
@@ -172,11 +152,7 @@ async def test_a_node_that_has_left_for_its_role_is_not_removed(model_folder: Pa
 
 
 async def test_a_node_that_comes_back_in_its_role_and_is_refused_can_be_removed(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder) as ((_, decode, _), _, client):
         decode.layout = msgspec.structs.replace(decode.layout, fingerprint="another model")
         changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
         while (await roles(client))["decode-0"][1] != "refused":
@@ -186,11 +162,7 @@ async def test_a_node_that_comes_back_in_its_role_and_is_refused_can_be_removed(
 
 
 async def test_a_node_that_leaves_for_its_role_while_it_is_removed_stays(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder) as ((_, decode, _), _, client):
         decode.may_leave.clear()
         changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
         await decode.wait_for(Drained)
@@ -206,13 +178,9 @@ async def test_a_node_that_leaves_for_its_role_while_it_is_removed_stays(model_f
 
 async def test_a_node_that_does_not_answer_keeps_its_role() -> None:
     async with FakeNode(Role.PREFILL) as node, new_membership() as (membership, events):
-        news = SharedNews(membership.all_live, "router")
-        changes = FleetChanges(membership, NoReqs(), news, lambda rid: None, answer_s=0.1)
-        membership.report_to(events, changes)
+        changes = changes_of(membership, events, answer_s=0.1)
         node.hears_roles = False
-        member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        member = await dialled(membership, node)
         with pytest.raises(RequestError, match=r"no answer within 0\.1 s") as refused:
             await changes.change_role(member, Role.DECODE, 1.0, 1.0)
         assert refused.value.status == 409
@@ -226,8 +194,7 @@ async def test_a_node_that_is_lost_answers_for_no_other() -> None:
         FakeNode(Role.DECODE) as other,
         new_membership() as (membership, events),
     ):
-        news = SharedNews(membership.all_live, "router")
-        membership.report_to(events, FleetChanges(membership, NoReqs(), news, lambda rid: None))
+        changes_of(membership, events)
         for fake, role in ((lost, Role.PREFILL), (other, Role.DECODE)):
             membership.dial(fake.ref.address, role, pinned=True)
             fake.hears_roles = False
@@ -304,11 +271,7 @@ async def test_what_cannot_take_a_role(model_folder: Path) -> None:
 
 
 async def test_two_decode_nodes_do_not_leave_at_the_same_time(model_folder: Path) -> None:
-    async with (
-        pair() as (prefill, decode),
-        FakeNode(Role.DECODE, "decode-1") as other,
-        joined_router(model_folder, [prefill, decode, other]) as (_, client),
-    ):
+    async with joined_trio(model_folder) as (_, _, client):
         both = await asyncio.gather(*(set_role(client, name, "prefill") for name in ("decode-0", "decode-1")))
         assert sorted(answer.status_code for answer in both) == [200, 409]
 
@@ -343,19 +306,6 @@ async def test_a_change_and_a_removal(model_folder: Path) -> None:
         assert decode.all(Drain) and decode.role is Role.DECODE
 
 
-class NoReqs:
-    """Of a router without sequences."""
-
-    def num_held(self, node: Node) -> int:
-        return 0
-
-    def move_held(self, node: Node) -> None:
-        raise AssertionError("it holds nothing")
-
-    def fail_over_held(self, node: Node, reason: str) -> int:
-        return 0
-
-
 class OneReq(NoReqs):
     """Of a router with one sequence, which stays for as long as it is held."""
 
@@ -383,9 +333,7 @@ async def test_a_removal_waits_until_it_is_known_whether_the_node_takes_a_role(t
         news = SharedNews(membership.all_live, "router")
         changes = Listening(membership, reqs, news, lambda rid: None)
         membership.report_to(events, changes)
-        member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        member = await dialled(membership, node)
         removing = asyncio.create_task(changes.remove(member, PATIENCE_S))
         await eventually(lambda: heard == [None])
         changes.on_draining(member, Draining(PATIENCE_S, role=Role.DECODE))
@@ -407,13 +355,8 @@ async def test_a_removal_waits_until_it_is_known_whether_the_node_takes_a_role(t
 async def test_a_node_that_has_left_for_its_role_is_not_lost_while_it_is_away() -> None:
     timing = dataclasses.replace(TIMING, hello_s=PATIENCE_S)
     async with FakeNode(Role.PREFILL) as node, new_membership(timing=timing) as (membership, events):
-        changes = FleetChanges(
-            membership, NoReqs(), SharedNews(membership.all_live, "router"), lambda rid: None
-        )
-        membership.report_to(events, changes)
-        member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        changes = changes_of(membership, events)
+        member = await dialled(membership, node)
         node.may_return.clear()
         changing = asyncio.create_task(changes.change_role(member, Role.DECODE, 0.0, PATIENCE_S))
         await eventually(lambda: member.state is MemberState.LEFT)
@@ -428,12 +371,8 @@ async def test_a_node_that_has_left_for_its_role_is_not_lost_while_it_is_away() 
 async def test_a_node_that_dies_meanwhile(restarts: str) -> None:
     """A node that was restarted has the role of its flags. One of --local has another port then."""
     async with FakeNode(Role.PREFILL) as node, new_membership() as (membership, events):
-        news = SharedNews(membership.all_live, "router")
-        changes = FleetChanges(membership, NoReqs(), news, lambda rid: None)
-        membership.report_to(events, changes)
-        member = membership.dial(node.ref.address, Role.PREFILL, pinned=True)
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        changes = changes_of(membership, events)
+        member = await dialled(membership, node)
         node.comes_back = False
         changing = asyncio.create_task(changes.change_role(member, Role.DECODE, 0.0, 3.0))
         await eventually(lambda: member.state is MemberState.LOST)
