@@ -53,6 +53,17 @@ def router(party: MakeParty) -> Party:
     return party("router-1").start()
 
 
+@contextlib.contextmanager
+def raw_dial(address: str, identity: bytes) -> Iterator[zmq.Socket[bytes]]:
+    """A connection of a process that calls itself `identity`."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 1000
+        raw.rcvtimeo = 10_000
+        raw.identity = identity
+        raw.connect(address)
+        yield raw
+
+
 def test_typed_messages_both_ways(node: Party, router: Party) -> None:
     router.dial("n", node.listen())
     router.send("n", Cancel(ReqKey("router-1", "a", 2)))
@@ -95,9 +106,7 @@ def test_two_diallers_are_told_apart(node: Party, router: Party, party: MakePart
     assert other.hear()[1] == Leaving("for two")
 
 
-def test_peers_that_have_been_silent_longest_are_forgotten(
-    party: MakeParty,
-) -> None:
+def test_peers_that_have_been_silent_longest_are_forgotten(party: MakeParty) -> None:
     node = party("n", max_diallers=2)
     address = node.listen()
     routers = [party(f"router-{i}").start() for i in range(3)]
@@ -186,24 +195,6 @@ def test_dialling_again_replaces_the_connection(node: Party, router: Party) -> N
     assert router.disconnected.empty()
 
 
-def test_what_was_left_over_from_an_older_connection_is_ignored(node: Party) -> None:
-    """A process that was stopped finds both in its sockets when it goes on."""
-    address = node.listen()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as old, context.socket(zmq.DEALER) as new:
-        for sock, identity in ((old, b"router|raw|9"), (new, b"router|raw|10")):
-            sock.linger = 1000
-            sock.identity = identity
-            sock.connect(address)
-        new.send(msgspec.msgpack.encode(Ping(1)))
-        assert node.hear() == ("raw", Ping(1))
-        old.send(msgspec.msgpack.encode(Ping(2)))
-        new.send(msgspec.msgpack.encode(Ping(3)))
-        assert node.hear() == ("raw", Ping(3))
-        node.send("raw", PONG)
-        assert new.poll(10_000) and not old.poll(200)
-    assert node.heard.empty()
-
-
 def test_two_nodes_that_dial_each_other_have_two_connections(party: MakeParty) -> None:
     a, b = party("a"), party("b")
     at_a, at_b = a.listen(), b.listen()
@@ -236,16 +227,7 @@ def test_every_dial_has_an_identity_of_its_own(router: Party) -> None:
 
 def test_an_older_dial_of_the_same_peer_is_not_heard_any_more(node: Party) -> None:
     address = node.listen()
-    with (
-        zmq.Context() as context,
-        context.socket(zmq.DEALER) as older,
-        context.socket(zmq.DEALER) as newer,
-    ):
-        for raw, identity in ((older, b"router|raw|9"), (newer, b"router|raw|10")):
-            raw.linger = 0
-            raw.rcvtimeo = 10_000
-            raw.identity = identity
-            raw.connect(address)
+    with raw_dial(address, b"router|raw|9") as older, raw_dial(address, b"router|raw|10") as newer:
         older.send(msgspec.msgpack.encode(Ping(1)))
         assert node.hear() == ("raw", Ping(1))
         newer.send(msgspec.msgpack.encode(Ping(2)))
@@ -255,17 +237,6 @@ def test_an_older_dial_of_the_same_peer_is_not_heard_any_more(node: Party) -> No
             node.heard.get(timeout=0.2)
         node.send("raw", PONG)
         assert newer.recv() == msgspec.msgpack.encode(PONG)
-
-
-@contextlib.contextmanager
-def raw_dial(address: str, identity: bytes) -> Iterator[zmq.Socket[bytes]]:
-    """A connection of a process that calls itself `identity`."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
-        raw.linger = 1000
-        raw.rcvtimeo = 10_000
-        raw.identity = identity
-        raw.connect(address)
-        yield raw
 
 
 def hears(node: Party, raw: zmq.Socket[bytes]) -> bool:
@@ -372,10 +343,7 @@ def test_a_kind_that_nobody_expects_is_ignored(node: Party, router: Party, party
 )
 def test_what_is_no_message_is_ignored(node: Party, frames: list[bytes]) -> None:
     address = node.listen()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
-        raw.linger = 1000
-        raw.identity = b"router|raw|1"
-        raw.connect(address)
+    with raw_dial(address, b"router|raw|1") as raw:
         raw.send_multipart(frames)
         raw.send(msgspec.msgpack.encode(Ping(2)))
         assert node.hear() == ("raw", Ping(2))
@@ -387,10 +355,7 @@ def test_what_is_no_message_is_ignored(node: Party, frames: list[bytes]) -> None
 )
 def test_an_identity_without_a_peer_is_ignored(node: Party, router: Party, identity: bytes) -> None:
     address = node.listen()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
-        raw.linger = 1000
-        raw.identity = identity
-        raw.connect(address)
+    with raw_dial(address, identity) as raw:
         raw.send(msgspec.msgpack.encode(Ping(1)))
         raw.send(b"")
     router.dial("n", address)
@@ -401,10 +366,7 @@ def test_an_identity_without_a_peer_is_ignored(node: Party, router: Party, ident
 
 def test_strangers_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFixture) -> None:
     address = node.listen()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
-        raw.linger = 1000
-        raw.identity = b"stranger"
-        raw.connect(address)
+    with raw_dial(address, b"stranger") as raw:
         for _ in range(200):
             raw.send(b"")
         known = Party("router-1", None).start()
@@ -530,9 +492,7 @@ def test_a_dial_that_is_not_answered_is_given_up(party: MakeParty) -> None:
     assert "no answer within 0.2 s" in reason
 
 
-def test_a_dial_that_is_lost_as_its_time_is_up_ends_once(
-    party: MakeParty,
-) -> None:
+def test_a_dial_that_is_lost_as_its_time_is_up_ends_once(party: MakeParty) -> None:
     """The control thread finds both when it was held up for so long."""
     router = party("router-1", connect_timeout_s=0.5).start()
     held_up, time_is_up = threading.Event(), threading.Event()
@@ -666,9 +626,7 @@ def test_a_dialled_stranger_that_announces_a_large_frame_is_hung_up_on(router: P
     assert reason in LOST.values(), "and not because its time was up"
 
 
-def test_a_stranger_that_never_ends_its_handshake_is_hung_up_on(
-    party: MakeParty,
-) -> None:
+def test_a_stranger_that_never_ends_its_handshake_is_hung_up_on(party: MakeParty) -> None:
     port = int(party("n", connect_timeout_s=0.2).listen().rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
         while stranger.recv(4096):

@@ -508,6 +508,32 @@ async def joined_pair(
         yield nodes, router, client
 
 
+async def states(client: httpx.AsyncClient) -> dict[str, str]:
+    return {node["node_id"]: node["state"] for node in (await client.get("/fleet")).json()["nodes"]}
+
+
+async def until_states(client: httpx.AsyncClient, **wanted: str) -> None:
+    named = {name.replace("_", "-"): state for name, state in wanted.items()}
+
+    async def reached() -> bool:
+        return await states(client) == named
+
+    await eventually(reached)
+
+
+def wait_before_story(*nodes: FakeNode) -> asyncio.Event:
+    """They begin to tell when this is set."""
+    release, story = asyncio.Event(), nodes[0].script
+
+    async def wait(node: FakeNode, message: Prefill | Decode) -> None:
+        await release.wait()
+        await story(node, message)
+
+    for node in nodes:
+        node.script = wait
+    return release
+
+
 async def figure(client: httpx.AsyncClient, name: str) -> float:
     """The first value of a metric."""
     found = re.search(rf"^{name}{{.*}} (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)

@@ -26,7 +26,6 @@ from shared.protocol.messages import (
     Loading,
     NodeRef,
     Peers,
-    Prefill,
     Role,
 )
 from tests.patience import eventually
@@ -37,7 +36,10 @@ from tests.unit.router.fakes import (
     joined_router,
     joined_trio,
     one_then_nothing,
+    states,
     until_loads,
+    until_states,
+    wait_before_story,
 )
 
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
@@ -47,29 +49,6 @@ BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
 async def serving(model_folder: Path) -> AsyncIterator[tuple[FakeNode, FakeNode, httpx.AsyncClient]]:
     async with joined_pair(model_folder) as ((prefill, decode), _, client):
         yield prefill, decode, client
-
-
-async def states(client: httpx.AsyncClient) -> dict[str, str]:
-    return {node["node_id"]: node["state"] for node in (await client.get("/fleet")).json()["nodes"]}
-
-
-async def until_states(client: httpx.AsyncClient, wanted: dict[str, str]) -> None:
-    async def reached() -> bool:
-        return await states(client) == wanted
-
-    await eventually(reached)
-
-
-def wait_before_story(node: FakeNode) -> asyncio.Event:
-    """It begins to tell when this is set."""
-    release, story = asyncio.Event(), node.script
-
-    async def wait(node: FakeNode, message: Prefill | Decode) -> None:
-        await release.wait()
-        await story(node, message)
-
-    node.script = wait
-    return release
 
 
 async def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
@@ -106,7 +85,7 @@ async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(
         running = asyncio.create_task(client.post("/generate", json=BODY))  # decode-0 comes first
         await decode.wait_for(Decode)
         removing = asyncio.create_task(client.delete("/fleet/nodes/decode-0"))
-        await until_states(client, {"prefill-0": "alive", "decode-0": "draining", "decode-1": "alive"})
+        await until_states(client, prefill_0="alive", decode_0="draining", decode_1="alive")
         health = (await client.get("/health")).json()
         assert {node["node_id"]: node["state"] for node in health["decode"]} == {
             "decode-0": "draining",
@@ -149,7 +128,7 @@ async def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
         slow = asyncio.create_task(client.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))
-        await until_states(client, {"prefill-0": "alive", "decode-0": "draining"})
+        await until_states(client, prefill_0="alive", decode_0="draining")
         assert not slow.done()
         hurried = await client.delete("/fleet/nodes/decode-0?drain_timeout_s=0")
         assert hurried.json()["num_failed_over"] == 1
@@ -177,7 +156,7 @@ async def test_a_drained_prefill_node_hands_over_first(model_folder: Path) -> No
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
         removing = asyncio.create_task(client.delete("/fleet/nodes/prefill-0"))
-        await until_states(client, {"prefill-0": "draining", "decode-0": "alive"})
+        await until_states(client, prefill_0="draining", decode_0="alive")
         await asyncio.sleep(0.15)
         assert not removing.done(), "nobody has said that the KV arrived"
         assert (await client.get("/health")).json()["status"] == "degraded"
@@ -194,7 +173,7 @@ async def test_a_node_that_dies_while_it_is_drained_is_not_dialled_again(model_f
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
         removing = asyncio.create_task(client.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))
-        await until_states(client, {"prefill-0": "alive", "decode-0": "draining"})
+        await until_states(client, prefill_0="alive", decode_0="draining")
         port = decode.port
         await decode.stop()
         assert (await removing).status_code == 200
@@ -221,7 +200,7 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
             await caller.send(msgspec.msgpack.encode(message))
 
         await say(Join(decode.ref, Role.DECODE))
-        await until_states(client, {"decode-0": "alive"})
+        await until_states(client, decode_0="alive")
         assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
         await say(Join(decode.ref, Role.DECODE))
         await asyncio.sleep(0.2)
@@ -235,7 +214,7 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
         await decode.stop()
         decode.start(incarnation="b")
         await say(Join(decode.ref, Role.DECODE))
-        await until_states(client, {"decode-0": "alive"})
+        await until_states(client, decode_0="alive")
 
 
 async def test_adding_a_node(model_folder: Path) -> None:

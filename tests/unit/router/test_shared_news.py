@@ -14,20 +14,18 @@ import pytest
 
 from router.nodes.shared_news import MAX_AHEAD_S, MAX_REMEMBERED, SharedNews
 from router.server import Router
-from shared.protocol.messages import (
-    AbortedReqs,
-    AddedNode,
-    Decode,
-    Prefill,
-    Relay,
-    RemovedNode,
-    Role,
-    RouterNews,
-)
+from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Relay, RemovedNode, Role, RouterNews
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from shared.timeline import Clock
-from tests.patience import eventually
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.fakes import (
+    FakeNode,
+    joined_router,
+    one_then_nothing,
+    pair,
+    states,
+    until_states,
+    wait_before_story,
+)
 
 Served = tuple[Router, httpx.AsyncClient]
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
@@ -37,19 +35,6 @@ BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
 async def two_routers(folder: Path, nodes: list[FakeNode]) -> AsyncIterator[tuple[Served, Served]]:
     async with joined_router(folder, nodes) as one, joined_router(folder, nodes) as other:
         yield one, other
-
-
-async def states(client: httpx.AsyncClient) -> dict[str, str]:
-    return {node["node_id"]: node["state"] for node in (await client.get("/fleet")).json()["nodes"]}
-
-
-async def until_states(client: httpx.AsyncClient, **wanted: str) -> None:
-    named = {name.replace("_", "-"): state for name, state in wanted.items()}
-
-    async def reached() -> bool:
-        return await states(client) == named
-
-    await eventually(reached)
 
 
 async def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
@@ -211,13 +196,7 @@ async def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_l
         FakeNode(Role.DECODE, "decode-1") as second,
         two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
     ):
-        release, story = asyncio.Event(), decode.script
-
-        async def wait(node: FakeNode, work: Prefill | Decode) -> None:
-            await release.wait()
-            await story(node, work)
-
-        decode.script = second.script = wait
+        release = wait_before_story(decode, second)
         running = [asyncio.create_task(other.post("/generate", json=BODY)) for _ in range(2)]
         await decode.wait_for(Decode)
         removed = await one.delete("/fleet/nodes/decode-0?drain_timeout_s=500")
