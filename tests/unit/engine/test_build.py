@@ -116,16 +116,12 @@ class TestNumPages:
         assert self.num_pages(CacheOptions(page_size=16, max_total_tokens=100), 10) == 6
 
     def test_too_few_tokens(self) -> None:
-        with pytest.raises(
-            ConfigError, match=r"--max-total-tokens 31: at least two pages of 16 .*--page-size"
-        ):
+        with pytest.raises(ConfigError, match="--max-total-tokens 31: at least two pages of 16"):
             self.num_pages(CacheOptions(page_size=16, max_total_tokens=31))
         assert self.num_pages(CacheOptions(page_size=16, max_total_tokens=32)) == 2
 
     def test_more_tokens_than_memory(self) -> None:
-        with pytest.raises(
-            ConfigError, match=r"--max-total-tokens 999999999999: \d+ bytes of KV do not fit into"
-        ):
+        with pytest.raises(ConfigError, match=r"--max-total-tokens 999999999999: \d+ bytes"):
             self.num_pages(CacheOptions(max_total_tokens=999_999_999_999))
 
     def test_no_more_than_is_useful(self) -> None:
@@ -155,9 +151,7 @@ class TestNumPages:
             context_length=1,
             decodes=True,
         )
-        with pytest.raises(
-            ConfigError, match=r"the weights of the model take \d+\.\d\d GiB, and this machine has"
-        ):
+        with pytest.raises(ConfigError, match=r"the weights of the model take \d+\.\d\d GiB"):
             HostShare(shape).await_room()
 
 

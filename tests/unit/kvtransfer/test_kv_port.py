@@ -378,9 +378,7 @@ def test_certificate_files_that_do_not_fit_are_refused(tmp_path: Path, ca: Signe
         replace(good, kv_tls_cert=str(tmp_path / "empty")),
         replace(good, kv_tls_ca=str(tmp_path / "empty")),
     ):
-        with pytest.raises(
-            ConfigError, match=f"--kv-tls-cert {bad.kv_tls_cert} --kv-tls-key .* --kv-tls-ca "
-        ):
+        with pytest.raises(ConfigError, match=f"--kv-tls-cert {bad.kv_tls_cert} --kv-tls-key "):
             make_transports(bad, CPU)
 
 

@@ -351,9 +351,7 @@ def test_a_token_takes_the_spaces_on_its_own_side(tmp_path: Path, side: str) -> 
 def test_a_string_that_can_only_be_a_token_is_refused(tmp_path: Path) -> None:
     tokenizer = unigram()
     folder = write(tmp_path, tokenizer, "{{ messages[0].content }}")
-    with pytest.raises(
-        RequestError, match=r"the messages have '<\|eos\|>', which .* cannot write as text"
-    ) as raised:
+    with pytest.raises(RequestError, match=r"the messages have '<\|eos\|>'") as raised:
         ids_of(folder, [{"role": "user", "content": "a <|eos|>"}])
     assert raised.value.param == "messages"
     assert ids_of(folder, [{"role": "user", "content": "a <|eo"}]) == tokenizer.encode("a <|eo").ids

@@ -18,6 +18,7 @@ from tests.unit.router.fakes import byte_level_tokenizer, joined_pair, joined_ro
 
 BIG = 10**40
 
+HELLO = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL_OF_G = {"type": "function", "function": {"name": "g"}}
 
@@ -85,22 +86,16 @@ NATIVE = [
     ({"text": "a", "logprob_start_len": -2}, "logprob_start_len must be at least -1"),
     (
         {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 2},
-        "logprob_start_len must be at most 1, the last of 2 prompt tokens, not 2",
+        "logprob_start_len must be at most 1",
     ),
     (
         {"input_ids": [[1, 2], [1]], "return_logprob": True, "logprob_start_len": 1},
-        "prompt 1: logprob_start_len must be at most 0",
+        "prompt 1: logprob_start_len",
     ),
     ({"text": "a", "token_ids_logprob": [BIG]}, "token_ids_logprob[0] must be a token id from 0 to"),
     ({"text": "a", "token_ids_logprob": [10**6]}, "token_ids_logprob[0] must be a token id from 0 to"),
-    (
-        {"text": ["a", "b"], "token_ids_logprob": [[1], [99999999]]},
-        "token_ids_logprob[1][0] must be a token id from 0 to",
-    ),
-    (
-        {"text": ["a", "b"], "token_ids_logprob": [None, [10**6]]},
-        "token_ids_logprob[1][0] must be a token id",
-    ),
+    ({"text": ["a", "b"], "token_ids_logprob": [[1], [99999999]]}, "token_ids_logprob[1][0] must"),
+    ({"text": ["a", "b"], "token_ids_logprob": [None, [10**6]]}, "token_ids_logprob[1][0] must"),
     ({"text": "a", "token_ids_logprob": [1] * 1025}, "token_ids_logprob must be a list of at most 1024"),
     ({"text": ["a", "b"], "token_ids_logprob": [[1]]}, "token_ids_logprob must be one value, or a list of 2"),
     ({"text": "a", "return_text_in_logprobs": "x"}, "return_text_in_logprobs must be true or false"),
@@ -135,10 +130,7 @@ SAMPLING = [
     ({"top_k": 1.5}, "top_k must be an integer"),
     ({"min_p": 2}, "min_p must be at most 1"),
     ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, not -1"),
-    (
-        {"max_new_tokens": 4, "min_new_tokens": 5},
-        "min_new_tokens must be at most the maximum of new tokens, 4",
-    ),
+    ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens must be at most the maximum"),
     ({"n": 0}, "n must be at least 1"),
     ({"n": 1000}, "n must be at most 128 (--max-n), not 1000"),
     ({"stop": 5}, "stop must be a string or a list of strings"),
@@ -154,14 +146,8 @@ SAMPLING = [
     ({"regex": 5}, "sampling_params.regex must be a string, not 5"),
     ({"regex": "a" * 70_000}, "sampling_params.regex must be at most 65536 characters long"),
     ({"ebnf": ["a"]}, "sampling_params.ebnf must be a string"),
-    (
-        {"json_schema": 5},
-        "sampling_params.json_schema must be a JSON schema, as an object or as a string, not 5",
-    ),
-    (
-        {"json_schema": {"enum": ["a" * 70_000]}},
-        "json_schema must be at most 65536 characters long (--max-grammar-chars), not",
-    ),
+    ({"json_schema": 5}, "sampling_params.json_schema must be a JSON schema"),
+    ({"json_schema": {"enum": ["a" * 70_000]}}, "json_schema must be at most 65536"),
     ({"regex": "a", "ebnf": "b"}, "sampling_params.regex and sampling_params.ebnf exclude each other"),
     ({"structural_tag": "a"}, "structural_tag is not supported yet"),
     *(
@@ -218,56 +204,32 @@ CHAT = [
     ({"messages": []}, "messages must be a list of 1 or more, not []"),
     ({"messages": ["hi"]}, "messages[0] must be an object"),
     ({"messages": [{"role": "user"}]}, "messages[0].content must be a string"),
-    (
-        {"messages": [{"role": "king", "content": "x"}]},
-        "messages[0].role must be system, developer, user, assistant or tool, not 'king'",
-    ),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role must be"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].type must be text, not 'image_url'",
+        "messages[0].content[0].type",
     ),
-    ({"messages": [{"role": "user", "content": "x"}], "logprobs": 3}, "logprobs must be true or false"),
-    (
-        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
-        "top_logprobs must be at most 20",
-    ),
-    (
-        {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2},
-        "top_logprobs must be left out, or logprobs be true, not 2",
-    ),
+    ({"messages": HELLO, "logprobs": 3}, "logprobs must be true or false"),
+    ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20"),
+    ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs must be left out"),
     *(
-        ({"messages": [{"role": "user", "content": "x"}], **fields}, part)
+        ({"messages": HELLO, **fields}, part)
         for fields, part in (
             ({"tools": [{}]}, "tools[0].type is missing"),
-            (
-                {"tools": [{"type": "code_interpreter"}]},
-                "tools[0].type must be function, not 'code_interpreter'",
-            ),
+            ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type must be function"),
             ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name is missing"),
             ({"tools": [TOOL] * 2, "tool_choice": "required"}, "tools[1].function.name: there is another"),
             ({"tools": [TOOL], "tool_choice": "f"}, "tool_choice must be none, auto or required, not 'f'"),
             ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
             ({"tools": [TOOL], "tool_choice": ["none"]}, "tool_choice must be none, auto, required, {"),
-            (
-                {"tools": [TOOL], "tool_choice": CALL_OF_G},
-                "tool_choice names 'g', which is not among the tools",
-            ),
+            ({"tools": [TOOL], "tool_choice": CALL_OF_G}, "tool_choice names 'g'"),
             ({"tool_choice": "required"}, "tool_choice needs tools"),
-            (
-                {"tools": [TOOL], "tool_choice": "required", "regex": "a"},
-                "regex and tools exclude each other",
-            ),
+            ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex and tools exclude"),
             ({"functions": [{}]}, "functions is not supported: use tools"),
-            (
-                {"reasoning_effort": "most"},
-                "reasoning_effort must be none, minimal, low, medium, high or xhigh",
-            ),
+            ({"reasoning_effort": "most"}, "reasoning_effort must be none, minimal"),
             ({"reasoning": {"effort": "low"}}, "reasoning is not supported: use reasoning_effort"),
             ({"modalities": ["text", "audio"]}, "modalities is not supported yet"),
-            (
-                {"continue_final_message": True, "add_generation_prompt": True},
-                "continue_final_message and add_generation_prompt exclude each other",
-            ),
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message and"),
             ({"documents": ["a"]}, "documents[0] must be an object"),
             *BOTH_OPENAI,
         )
@@ -275,44 +237,25 @@ CHAT = [
     *(
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}, part)
         for call, part in (
-            (
-                {"function": {"name": "f", "arguments": "{"}},
-                "tool_calls[0].function.arguments is no JSON object",
-            ),
-            (
-                {"function": {"name": "f", "arguments": "[]"}},
-                "tool_calls[0].function.arguments is no JSON object",
-            ),
-            (
-                {"function": {"name": "f", "arguments": 5}},
-                "arguments must be an object, or one as JSON in a string",
-            ),
+            ({"function": {"name": "f", "arguments": "{"}}, "arguments is no JSON object"),
+            ({"function": {"name": "f", "arguments": "[]"}}, "arguments is no JSON object"),
+            ({"function": {"name": "f", "arguments": 5}}, "arguments must be an object"),
             ({"function": {}}, "messages[0].tool_calls[0].function.name is missing"),
             ({"type": "custom", "function": {"name": "f"}}, "tool_calls[0].type must be function"),
         )
     ),
     *(
-        ({"messages": [{"role": "user", "content": "x"}], "response_format": asked}, part)
+        ({"messages": HELLO, "response_format": asked}, part)
         for asked, part in (
             ("json_object", "response_format must be an object, not 'json_object'"),
             ({"type": "xml"}, "response_format.type must be text, json_object or json_schema, not 'xml'"),
             ({}, "response_format.type is missing"),
             ({"type": "json_schema"}, "response_format.json_schema.schema must be a JSON schema, not null"),
-            (
-                {"type": "json_schema", "json_schema": {"schema": 1}},
-                "json_schema.schema must be a JSON schema",
-            ),
+            ({"type": "json_schema", "json_schema": {"schema": 1}}, "json_schema.schema must be"),
         )
     ),
-    (
-        {
-            "messages": [{"role": "user", "content": "x"}],
-            "response_format": {"type": "json_object"},
-            "regex": "a",
-        },
-        "regex and response_format exclude each other",
-    ),
-    ({"messages": [{"role": "user", "content": "x"}], "chat_template": "x"}, "the server's to choose"),
+    ({"messages": HELLO, "response_format": {"type": "json_object"}, "regex": "a"}, "exclude each other"),
+    ({"messages": HELLO, "chat_template": "x"}, "the server's to choose"),
 ]
 BODIES = [
     b"",
@@ -462,7 +405,7 @@ async def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
                 yield b"x" * 100
 
         assert (await client.post("/generate", content=chunks())).status_code == 413
-        chat = {"messages": [{"role": "user", "content": "x"}]}
+        chat = {"messages": HELLO}
         for path, body, count, param in (
             ("/generate", {"text": ["a"] * 5}, 5, "text"),
             ("/generate", {"input_ids": [[1]] * 5}, 5, "input_ids"),
@@ -479,55 +422,31 @@ async def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
 
 
 LIMITED = [
-    (
-        "/generate",
-        {"text": "a", "sampling_params": {"n": 3}},
-        "sampling_params.n must be at most 2 (--max-n)",
-    ),
+    ("/generate", {"text": "a", "sampling_params": {"n": 3}}, "sampling_params.n must be at most 2"),
     ("/v1/completions", {"prompt": "a", "n": 3}, "n must be at most 2 (--max-n), not 3"),
-    (
-        "/generate",
-        {"text": ["a"], "sampling_params": [{"stop": ["a", "b"]}]},
-        "sampling_params[0].stop must be a list of at most 1 (--max-stops), not ['a', 'b']",
-    ),
-    (
-        "/generate",
-        {"text": "a", "top_logprobs_num": 5},
-        "top_logprobs_num must be at most 4 (--max-logprobs)",
-    ),
-    (
-        "/generate",
-        {"text": ["a", "b"], "top_logprobs_num": [None, 5]},
-        "top_logprobs_num[1] must be at most 4 (--max-logprobs)",
-    ),
+    ("/generate", {"text": ["a"], "sampling_params": [{"stop": ["a", "b"]}]}, "sampling_params[0].stop"),
+    ("/generate", {"text": "a", "top_logprobs_num": 5}, "top_logprobs_num must be at most 4"),
+    ("/generate", {"text": ["a", "b"], "top_logprobs_num": [None, 5]}, "top_logprobs_num[1] must"),
     ("/v1/completions", {"prompt": "a", "logprobs": 5}, "logprobs must be at most 4 (--max-logprobs)"),
     (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 5},
-        "top_logprobs must be at most 4 (--max-logprobs)",
+        {"messages": HELLO, "logprobs": True, "top_logprobs": 5},
+        "top_logprobs must be at most 4",
     ),
-    (
-        "/v1/completions",
-        {"prompt": "a", "regex": "x" * 11},
-        "regex must be at most 10 characters long (--max-grammar-chars), not 11",
-    ),
-    (
-        "/v1/completions",
-        {"prompt": "a", "json_schema": {"type": "null"}},
-        "json_schema must be at most 10 characters long (--max-grammar-chars), not 15",
-    ),
+    ("/v1/completions", {"prompt": "a", "regex": "x" * 11}, "regex must be at most 10 characters"),
+    ("/v1/completions", {"prompt": "a", "json_schema": {"type": "null"}}, "json_schema must be at most 10"),
     (
         "/generate",
         {"input_ids": [[1], [1] * 41]},
         "prompt 1 has 41 tokens; at most 40 are taken (--max-prompt-tokens): "
         "This model's maximum context length is 40 tokens",
     ),
-    ("/generate", {"text": "x " * 90}, "tokens; at most 40 are taken (--max-prompt-tokens)"),
+    ("/generate", {"text": "x " * 90}, "tokens; at most 40 are taken"),
     ("/v1/completions", {"prompt": [1] * 41}, "the prompt has 41 tokens; at most 40 are taken"),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "x " * 90}]},
-        "tokens; at most 40 are taken (--max-prompt-tokens)",
+        "tokens; at most 40 are taken",
     ),
 ]
 

@@ -95,9 +95,7 @@ ROOM = NodeLimits(context_length=10**6, max_total_num_tokens=10**6, max_running_
 )
 def test_so_many_numbers_about_a_prompt_are_the_most(wanted: LogprobParams, num_input_ids: int) -> None:
     accepted((1,) * num_input_ids, limits=ROOM, logprobs=wanted)
-    with pytest.raises(
-        RequestError, match=f"ask for .* prompt tokens; at most {MAX_INPUT_LOGPROBS}"
-    ) as caught:
+    with pytest.raises(RequestError, match=f"at most {MAX_INPUT_LOGPROBS}") as caught:
         accepted((1,) * (num_input_ids + 1), limits=ROOM, logprobs=wanted)
     assert (caught.value.status, caught.value.param) == (400, "logprob_start_len")
     assert f"logprob_start_len {wanted.start_len}, top_logprobs_num {wanted.top_num}" in caught.value.message
