@@ -31,6 +31,7 @@ from shared.kvtransfer.link import Stepped
 from shared.protocol.messages import Announcement, NodeToRouter, RouterToNode, Struct
 from shared.protocol.outbox import Outbox
 from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
+from tests.page_stores import PagesAround
 
 AnyMessage = RouterToNode | NodeToRouter | Announcement | SenderToReceiver | ReceiverToSender
 
@@ -361,28 +362,20 @@ class FakeNetwork:
         return self.random.uniform(*bounds)
 
 
-class CorruptingPages:
+class CorruptingPages(PagesAround):
     """A page store that damages scattered pages when its network was told `corrupt_after_check`."""
 
     def __init__(self, pages: PageStore, network: FakeNetwork) -> None:
-        self._pages = pages
+        super().__init__(pages)
         self._network = network
-
-    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        return self._pages.gather_nbytes(num_pages, num_layers)
-
-    def gather(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
-    ) -> int:
-        return self._pages.gather(page_ids, first_layer, num_layers, out, seed)
 
     def scatter(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
     ) -> int:
-        digest = self._pages.scatter(page_ids, first_layer, num_layers, src, seed)
+        digest = super().scatter(page_ids, first_layer, num_layers, src, seed)
         if self._network.num_scatters_to_corrupt > 0:
             self._network.num_scatters_to_corrupt -= 1
             damaged = src.clone()
             damaged[self._network.random.randrange(src.numel())] ^= 0x40
-            self._pages.scatter(page_ids, first_layer, num_layers, damaged, seed)
+            super().scatter(page_ids, first_layer, num_layers, damaged, seed)
         return digest

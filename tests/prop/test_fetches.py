@@ -288,21 +288,9 @@ def test_a_node_lends_to_the_one_that_prefills_for_it() -> None:
         assert fetched(cluster) == 168 // PAGE * PAGE
 
 
-def test_pages_that_cool_are_waited_for_and_no_others() -> None:
-    """A transfer writes beside the forwards, so it has no page that one of them may still use."""
-    with fleet() as cluster:
-        held(cluster, "p1", TURN)
-        node = cluster.nodes["p0"]
-        let_cool = all_cooling(node)
-        key = ask(cluster)
-        cluster.run(lambda: len(node.scheduler.fetches) == 1)
-        let_cool()
-        check(cluster, (key, TURN))
-        assert fetched(cluster) == 160 - PAGE
-
-
 @pytest.mark.parametrize("in_time", [True, False])
 def test_pages_that_cool_are_waited_for_as_long_as_computing_would_take(in_time: bool) -> None:
+    """A transfer writes beside the forwards, so it has no page that one of them may still use."""
     with fleet() as cluster:
         held(cluster, "p1", TURN)
         node = cluster.nodes["p0"]

@@ -14,7 +14,7 @@ import pytest
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from planner.figures import Slo, arrival_seconds
-from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
+from planner.profile import NodeKind, Profile, RouterCost, TransferCost
 from planner.simulate import Bottleneck, Run, fleet_shape, simulate
 from planner.simulator.fleet import SimFleet
 from planner.traffic.trace import SimRequest
@@ -22,24 +22,10 @@ from router.dispatch.stages import StartStage
 from shared.config import ScheduleOptions
 from shared.errors import ConfigError
 from tests.sim.workloads import unrelated
+from tests.unit.planner import plan_rig
 
-FORWARD = CostModel(a=0.002, b=1e-4, c=0.0, d=0.005, e=1e-4, f=0.0)
-NODE = NodeKind(
-    pool_tokens=8192,
-    page_size=16,
-    context_length=2048,
-    max_running_requests=32,
-    chunked_prefill_size=512,
-    kv_bytes_per_token=1024,
-    start_s=1.0,
-)
-PROFILE = Profile(
-    measured=Measured(at="2026-01-01T00:00:00Z", machine="a machine", model="a model", versions={}),
-    node=NODE,
-    forward=FORWARD,
-    transfer=TransferCost(latency_s=0.001, bytes_s=1e9),
-    router=RouterCost(request_s=0.0, token_s=0.0),
-)
+NODE = msgspec.structs.replace(plan_rig.NODE, pool_tokens=8192, context_length=2048)
+PROFILE = msgspec.structs.replace(plan_rig.PROFILE, node=NODE)
 SPLIT = Candidate(num_prefill=1, num_decode=1, local_prefill_tokens=0)
 SLO = Slo(ttft_s=0.2, itl_s=0.02)
 
@@ -174,10 +160,7 @@ BOTTLENECKS = {
         load(output_len=60),
         profile(forward=CostModel(a=0.002, b=1e-4, c=0.0, d=0.03, e=1e-4, f=0.0)),
     ),
-    Bottleneck.DECODE_PAGES: (
-        load(gap_s=0.1, output_len=60),
-        profile(pool_tokens=512, context_length=512),
-    ),
+    Bottleneck.DECODE_PAGES: (load(gap_s=0.1, output_len=60), profile(pool_tokens=512, context_length=512)),
     Bottleneck.LINKS: (load(gap_s=0.5), profile(transfer=TransferCost(latency_s=2.0, bytes_s=1e9))),
     Bottleneck.ROUTER: (load(gap_s=0.05), profile(router=RouterCost(request_s=0.1, token_s=0.0))),
 }
@@ -214,7 +197,7 @@ def test_a_client_that_allows_no_more_than_it_gets_reserves_less() -> None:
 
 
 def test_a_router_knows_the_load_of_a_node_as_of_its_latest_ping() -> None:
-    fleet = SimFleet(fleet_shape(Candidate(num_prefill=0, num_decode=1), PROFILE, PROFILE), FORWARD)
+    fleet = SimFleet(fleet_shape(Candidate(num_prefill=0, num_decode=1), PROFILE, PROFILE), plan_rig.FORWARD)
     fleet.submit([request_at(1.2, 64, 500)])
     node = fleet.nodes["d0000"]
     fleet.run(until=1.9)

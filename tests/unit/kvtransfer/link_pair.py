@@ -33,6 +33,7 @@ from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
 from shared.protocol.transfer_messages import Handoff, Place, Ready, ReceiverToSender, SenderToReceiver
 from tests.fake_cuda import FakeRuntime
 from tests.fake_nccl import FakeNccl
+from tests.page_stores import PagesAround
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.looks import num_live
 
@@ -289,25 +290,14 @@ def pump(
     threading.Thread(target=run, daemon=True).start()
 
 
-class SlowPages:
+class SlowPages(PagesAround):
     """A pool that takes a millisecond longer to gather, so that a transfer has a middle."""
-
-    def __init__(self, pool: TokenToKVPool) -> None:
-        self._pool = pool
-
-    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        return self._pool.gather_nbytes(num_pages, num_layers)
 
     def gather(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
     ) -> int:
         time.sleep(0.001)
-        return self._pool.gather(page_ids, first_layer, num_layers, out, seed)
-
-    def scatter(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
-    ) -> int:
-        raise AssertionError("a prefill node scatters nothing")
+        return super().gather(page_ids, first_layer, num_layers, out, seed)
 
 
 def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) -> None:

@@ -20,6 +20,7 @@ from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.protocol.channel import ControlThread
 from shared.protocol.messages import NodeRef, ReqKey
 from shared.protocol.transfer_messages import Ready
+from tests.page_stores import PagesAround
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
@@ -38,25 +39,18 @@ torch.set_num_threads(1)
 NUM_PAGES = 64
 
 
-class HeldPages:
+class HeldPages(PagesAround):
     """A pool whose scatters wait until `go_on` is set."""
 
     def __init__(self, pool: TokenToKVPool) -> None:
-        self._pool, self.go_on = pool, threading.Event()
-
-    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        return self._pool.gather_nbytes(num_pages, num_layers)
-
-    def gather(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
-    ) -> int:
-        return self._pool.gather(page_ids, first_layer, num_layers, out, seed)
+        super().__init__(pool)
+        self.go_on = threading.Event()
 
     def scatter(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
     ) -> int:
         assert self.go_on.wait(PATIENCE_S)
-        return self._pool.scatter(page_ids, first_layer, num_layers, src, seed)
+        return super().scatter(page_ids, first_layer, num_layers, src, seed)
 
 
 class Node:

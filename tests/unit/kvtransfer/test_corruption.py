@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shared.kvtransfer.layout import PageStore
 from tests.chaos.corruption import LATE, PATHS, Fault, fuzz
+from tests.page_stores import PagesAround
 
 torch.set_num_threads(1)
 
@@ -21,25 +21,19 @@ def test_no_damaged_page_is_taken_for_a_whole_one(path: str) -> None:
     assert set(Fault) - set(LATE) <= tally.refused.keys()
 
 
-class DigestIgnored:
+class DigestIgnored(PagesAround):
     """Pages whose every digest is the same."""
-
-    def __init__(self, pages: PageStore) -> None:
-        self._pages = pages
-
-    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        return self._pages.gather_nbytes(num_pages, num_layers)
 
     def gather(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
     ) -> int:
-        self._pages.gather(page_ids, first_layer, num_layers, out, seed)
+        super().gather(page_ids, first_layer, num_layers, out, seed)
         return 0
 
     def scatter(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
     ) -> int:
-        self._pages.scatter(page_ids, first_layer, num_layers, src, seed)
+        super().scatter(page_ids, first_layer, num_layers, src, seed)
         return 0
 
 

@@ -372,6 +372,17 @@ class TestPoison:
             kill(fleet, node)
             fleet.wait(1)
 
+    def two_suspects(self) -> tuple[Fleet, RunningReq, RunningReq]:
+        """Of which one has a node."""
+        fleet = Fleet(1)
+        reqs = fleet.start(), fleet.start()
+        for name in ("d1", "d2"):
+            fleet.decodes.append(FakeNode(name, Role.DECODE))
+            (old,) = {decode_of(req) for req in reqs}
+            kill(fleet, old)
+            fleet.wait(1)
+        return fleet, *reqs
+
     def run_alone(self, fleet: Fleet, req: RunningReq) -> FakeNode:
         """Have the node of a suspect say that it holds nothing else."""
         fleet.dispatcher.on_runs_alone(decode_of(req), req.key)
@@ -509,26 +520,14 @@ class TestPoison:
         assert not req.failover.is_suspect and not req.ended
 
     def test_the_next_suspect_is_tried_when_one_is_released(self) -> None:
-        fleet = Fleet(1)
-        one, two = fleet.start(), fleet.start()
-        for name in ("d1", "d2"):
-            fleet.decodes.append(FakeNode(name, Role.DECODE))
-            (old,) = {decode_of(req) for req in (one, two)}
-            kill(fleet, old)
-            fleet.wait(1)
+        fleet, one, two = self.two_suspects()
         assert one.nodes and not two.nodes
         fleet.dispatcher.release(one)
         fleet.wait(1)
         assert two.nodes
 
     def test_waiting_for_another_suspect_does_not_use_up_the_time_to_find_a_node(self) -> None:
-        fleet = Fleet(1)
-        one, two = fleet.start(), fleet.start()
-        for name in ("d1", "d2"):
-            fleet.decodes.append(FakeNode(name, Role.DECODE))
-            (old,) = {decode_of(req) for req in (one, two)}
-            kill(fleet, old)
-            fleet.wait(1)
+        fleet, one, two = self.two_suspects()
         fleet.wait(50)
         assert not two.ended and not two.nodes
         kill(fleet, decode_of(one))

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,7 @@ GENERATE: dict[str, Any] = {"text": "a fox", "sampling_params": {"max_new_tokens
 MAX_BODY_BYTES = 4000
 TOO_LARGE = f"the headers and trailers are larger than {MAX_HEADER_BYTES} bytes"
 
-pytestmark = pytest.mark.uvloop
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No client may make the router, uvicorn or asyncio log an error or a traceback."""
-    yield
-    loud = [r.getMessage() for r in caplog.get_records("call") if r.levelno >= logging.ERROR or r.exc_info]
-    assert not loud, loud
+pytestmark = [pytest.mark.uvloop, pytest.mark.usefixtures("quiet")]
 
 
 @contextlib.asynccontextmanager
@@ -577,7 +569,7 @@ async def test_what_is_not_http(model_folder: Path, sent: bytes) -> None:
 
 async def test_half_a_body_and_gone(model_folder: Path) -> None:
     async with playing(model_folder) as (port, decode):
-        for path in ("/generate", "/v1/completions", "/detokenize"):
+        for path in ("/generate", "/v1/completions", "/detokenize", "/abort_request"):
             async with raw_client(port) as client:
                 client.send(f'POST {path} HTTP/1.1\nHost: a\nContent-Length: 100\n\n{{"text"')
                 await asyncio.sleep(0.05)

@@ -280,17 +280,6 @@ def test_a_wrong_flag_starts_no_node(
     router.assert_no_orphan()
 
 
-def test_a_router_without_nodes_of_its_own(
-    folder: Path, model_folder: Path, started: list[RunningRouter]
-) -> None:
-    router = RunningRouter(folder, "--local", "none", "--control-port", "0", "--model", str(model_folder))
-    started.append(router)
-    router.until_logged("router_listening")
-    router.process.terminate()
-    assert router.end() == 0 and "Traceback" not in router.stderr
-    router.assert_no_orphan()
-
-
 def test_a_router_that_dies_before_its_nodes_come_is_started_again(
     folder: Path, model_folder: Path, started: list[RunningRouter]
 ) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import shutil
 import ssl
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from tests.unit.router.test_slow_readers import ENDLESS, request
 
 pytestmark = [
     pytest.mark.uvloop,
+    pytest.mark.usefixtures("quiet"),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates"),
 ]
 
@@ -53,14 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ours(folder: Path) -> TlsOptions:
     return make_certificate(folder, "ours")
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No client may make the router, uvicorn or asyncio log an error or a traceback."""
-    yield
-    loud = [r.getMessage() for r in caplog.get_records("call") if r.levelno >= logging.ERROR or r.exc_info]
-    assert not loud, loud
 
 
 def trusting(options: TlsOptions, own: TlsOptions | None = None) -> ssl.SSLContext:
