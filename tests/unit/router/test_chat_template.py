@@ -117,6 +117,7 @@ def test_what_templates_may_use() -> None:
         ("{{ 'text' | dictsort }}", "refused the messages"),
         ("{{ messages.append(1) }}", "refused the messages"),
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refused the messages"),
+        ("{% macro f(x) %}{{ f([x]) }}{% endmacro %}{{ f(messages) }}", "refused the messages"),
         ("{{ ''.__class__.__mro__ }}", "refused the messages"),
         ("{% for a in range(1000) %}{{ 'x' * 1000 }}{% endfor %}", "longer than 10000 characters"),
     ],
@@ -129,12 +130,7 @@ def test_a_template_that_objects_or_breaks_is_a_bad_request(source: str, message
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "{{ a }}",
-        "{% if m[a] %}{% endif %}",
-        "{% if m.nothing %}{% endif %}",
-        "{% if n() %}{% endif %}",
-    ],
+    ["{{ a }}", "{% if m[a] %}{% endif %}", "{% if m.nothing %}{% endif %}", "{% if n() %}{% endif %}"],
 )
 def test_a_template_that_never_ends_is_stopped(body: str) -> None:
     source = "{% set n, m = namespace, messages[0] %}{% for a in range(99999) %}{% for b in range(99999) %}"

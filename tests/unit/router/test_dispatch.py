@@ -158,23 +158,6 @@ async def test_client_disconnect_cancels_everywhere(model_folder: Path, stream: 
         assert 'sglang:num_aborted_requests_total{model_name="tiny",role="router"} 1.0' in metrics
 
 
-async def test_a_client_that_does_not_read_blocks_nobody(model_folder: Path) -> None:
-    limits = NodeLimits(context_length=5000, max_total_num_tokens=5000, max_running_requests=8)
-
-    async with pair() as (prefill, decode):
-        prefill.limits = decode.limits = limits
-        async with joined_router(model_folder, [prefill, decode]) as (router, client):
-            _, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-            params = {"max_new_tokens": 2000}
-            body = json.dumps({"text": "hello", "stream": True, "sampling_params": params}).encode()
-            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
-            writer.write(body)
-            await decode.wait_for(Decode)
-            answer = await client.post("/generate", json={"text": "a", **PARAMS})
-            assert answer.status_code == 200
-            writer.close()
-
-
 @pytest.mark.parametrize("culprit", [Role.PREFILL, Role.DECODE])
 async def test_requests_of_a_node_that_dies_go_on_at_others(model_folder: Path, culprit: Role) -> None:
     async with (

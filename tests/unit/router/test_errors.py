@@ -371,13 +371,6 @@ async def test_routes_and_methods(model_folder: Path) -> None:
             assert response.json()["error"]["code"] == code, "the name of what is wrong, or none"
 
 
-async def test_a_text_that_cannot_fit_says_so_as_clients_look_for_it(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        refused = await client.post("/v1/completions", json={"prompt": "x" * 100_000})
-        check_refusal(refused, "This model's maximum context length is 256 tokens")
-        assert refused.json()["error"]["code"] == "context_length_exceeded"
-
-
 async def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
     http = HttpOptions(port=0, limits=HttpLimits(max_body_bytes=2000, max_batch_size=4))
     async with joined_pair(model_folder, http=http) as (_, _, client):

@@ -100,15 +100,6 @@ async def test_batch_stream_has_indexes(model_folder: Path) -> None:
         assert all(final["text"] == story(5) for final in finals.values())
 
 
-async def test_a_missing_seed_is_drawn_by_the_router(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as ((prefill, decode), _, client):
-        for _ in range(2):
-            await client.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}})
-        first, second = decode.all(Decode)
-        assert first.work.params.seed != second.work.params.seed
-        assert first.work.params == prefill.all(Prefill)[0].work.params
-
-
 async def test_one_token_or_none_never_involves_the_decode_node(model_folder: Path) -> None:
     async with joined_pair(model_folder) as ((prefill, decode), _, client):
         for wanted in (0, 1):
@@ -142,13 +133,6 @@ async def test_stop_string_ends_it_on_the_node(model_folder: Path) -> None:
             stop = await decode.wait_for(Stop, 2 if keep else 1)
             assert stop.position == len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
         assert not decode.all(Cancel)
-
-
-async def test_stop_strings_wait_for_min_new_tokens(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        params = {"max_new_tokens": 10, "stop": "quick", "min_new_tokens": 8}
-        answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
-        assert "quick" in answer["text"] and answer["text"] == story(10)
 
 
 @pytest.mark.parametrize("keep", [False, True])

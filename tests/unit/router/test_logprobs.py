@@ -23,7 +23,7 @@ from router.text.text_workers import INLINE_CHARS
 from router.text.tokenizer import Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
-from shared.protocol.sampling_params import SamplingParams, TokenBias
+from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
 from tests.unit.router.fakes import (
     FakeNode,
@@ -465,24 +465,3 @@ class TestCompletions:
             answer = (await client.post("/v1/completions", json=body)).json()
             assert [choice["text"][:2] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
             assert {choice["logprobs"] for choice in answer["choices"]} == {None}
-
-
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-async def test_penalties_and_biases_reach_the_nodes(model_folder: Path, path: str) -> None:
-    async with joined_pair(model_folder) as (nodes, _, client):
-        sampling = {
-            "frequency_penalty": 0.5,
-            "presence_penalty": -2,
-            "repetition_penalty": 1.25,
-            "logit_bias": {"17": -100, "3": 2.5},
-        }
-        max_tokens = {"max_new_tokens": 2}
-        native_body = {"text": "a", "sampling_params": {**sampling, **max_tokens}}
-        body = native_body if path == "/generate" else {"prompt": "a", "max_tokens": 2, **sampling}
-        assert (await client.post(path, json=body)).status_code == 200
-        params = nodes[0].all(Prefill)[0].work.params
-        assert params == nodes[1].all(Decode)[0].work.params
-        assert params.frequency_penalty == 0.5
-        assert params.presence_penalty == -2.0
-        assert params.repetition_penalty == 1.25
-        assert params.logit_bias == (TokenBias(3, 2.5), TokenBias(17, -100.0))
