@@ -27,8 +27,8 @@ def prompt_of(decode: FakeNode) -> str:
     return byte_level_tokenizer().decode(list(decode.all(Decode)[-1].work.input_ids))
 
 
-def test_an_answer_with_reasoning_text_and_a_call(hermes: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_an_answer_with_reasoning_text_and_a_call(hermes: Path) -> None:
+    async with with_client(hermes, AUTO) as (client, decode):
         answer = await client.responses.create(
             model="tiny", input="Warm?", tools=TOOLS, instructions="Be brief.", metadata={"a": "b"}
         )
@@ -41,11 +41,9 @@ def test_an_answer_with_reasoning_text_and_a_call(hermes: Path) -> None:
         assert answer.status == "completed" and answer.usage is not None
         assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
 
-    with_client(hermes, AUTO, use)
 
-
-def test_a_stream_has_the_events_that_its_client_checks(hermes: Path) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_a_stream_has_the_events_that_its_client_checks(hermes: Path) -> None:
+    async with with_client(hermes, AUTO) as (client, _):
         stream = await client.responses.create(model="tiny", input="Warm?", tools=TOOLS, stream=True)
         events = [event async for event in stream]
         assert [event.sequence_number for event in events] == [*range(len(events))]
@@ -72,10 +70,8 @@ def test_a_stream_has_the_events_that_its_client_checks(hermes: Path) -> None:
             answer = await helper.get_final_response()
         assert answer.output_text == "I look." and answer.output[-1].type == "function_call"
 
-    with_client(hermes, AUTO, use)
 
-
-def test_the_items_of_a_conversation_reach_the_template(hermes: Path) -> None:
+async def test_the_items_of_a_conversation_reach_the_template(hermes: Path) -> None:
     items: Any = [
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Warm?"}]},
@@ -91,26 +87,22 @@ def test_the_items_of_a_conversation_reach_the_template(hermes: Path) -> None:
         {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "noon"}]},
     ]
 
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+    async with with_client(hermes, "fine") as (client, decode):
         await client.responses.create(model="tiny", input=items, max_output_tokens=9, temperature=0.5)
         past = f"<assistant>(weather {ARGUMENTS})(now {{}})<tool>21<tool>noon"
         assert prompt_of(decode) == f"<system>Be brief.<user>Warm?{past}<assistant>"
         params = decode.all(Decode)[-1].work.params
         assert (params.max_new_tokens, params.temperature) == (9, 0.5)
 
-    with_client(hermes, "fine", use)
-
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_how_it_ends(hermes: Path, finish: str) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_how_it_ends(hermes: Path, finish: str) -> None:
+    async with with_client(hermes, "fine", finish) as (client, _):
         answer = await client.responses.create(model="tiny", input="Warm?")
         assert answer.status == {"stop": "completed", "length": "incomplete"}[finish]
         assert answer.output_text == "fine"
         why = answer.incomplete_details and answer.incomplete_details.reason
         assert why == (None if finish == "stop" else "max_output_tokens")
-
-    with_client(hermes, "fine", use, finish)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +119,11 @@ def test_how_it_ends(hermes: Path, finish: str) -> None:
         ({"top_p": 9.0}, "top_p"),
     ],
 )
-def test_what_is_not_served_is_named(hermes: Path, fields: dict[str, Any], named: str) -> None:
-    async def use(client: openai.AsyncOpenAI, decode: FakeNode) -> None:
+async def test_what_is_not_served_is_named(hermes: Path, fields: dict[str, Any], named: str) -> None:
+    async with with_client(hermes, "fine") as (client, _):
         with pytest.raises(openai.BadRequestError) as refused:
             await client.post("/responses", body={"input": "Warm?", **fields}, cast_to=httpx.Response)
         assert named in refused.value.message
-
-    with_client(hermes, "fine", use)
 
 
 async def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
