@@ -267,15 +267,22 @@ def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
     return specs
 
 
-def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of the weights of all matrices in `dtype`, and of codes with their scales where they are quantized."""
+def weights_nbytes(c: ModelConfig, dtype: torch.dtype, *, is_packed: bool) -> int:
+    """Bytes of the weights of all matrices in `dtype`, and of codes with their scales where they are quantized.
+
+    Codes of 4 bits have a byte each unless they are packed, which only the native kernels' are.
+    """
     nbytes = c.vocab_size * c.hidden_size * dtype.itemsize
-    for rows, width, _ in _linears(c):
+    linears = list(_linears(c))
+    if c.tie_word_embeddings and _lm_head_scheme(c) is not None:
+        linears.append(({"lm_head": c.vocab_size}, c.hidden_size, False))
+    for rows, width, _ in linears:
         scheme, n = _scheme_of(c, rows), sum(rows.values())
         if scheme is None or not scheme.has_codes:
             nbytes += n * width * dtype.itemsize
         else:
-            nbytes += n * width * scheme.bits // 8 + 4 * n * (width // (scheme.group_size or width))
+            nbytes += n * width * (scheme.bits if is_packed else 8) // 8
+            nbytes += 4 * n * (width // (scheme.group_size or width))
     return nbytes
 
 

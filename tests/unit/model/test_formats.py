@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
-from shared.model.config import load_model_config
+from shared.model.config import ModelConfig, load_model_config
 from shared.model.linear import DenseLinear, QuantizedLinear
+from shared.model.quantization import quantize_on_load
 from shared.model.weights import DecoderWeights, load_weights, weights_nbytes
 from tests.modelzoo import make_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
@@ -75,12 +77,22 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
 
 
 def test_the_bytes_of_weights_are_those_of_their_codes(folders: dict[str, Path]) -> None:
-    dense = weights_nbytes(load_model_config(folders["w8a8"] / "dense"), torch.bfloat16)
-    of_layers = 2 * (dense // 2 - 2 * 512 * 64)  # all but the embedding and the lm_head
-    w8a8 = weights_nbytes(load_model_config(folders["w8a8"]), torch.bfloat16)
-    w4a16 = weights_nbytes(load_model_config(folders["w4a16-g32"]), torch.bfloat16)
-    assert 0.5 * of_layers < w8a8 - (dense - of_layers) < 0.6 * of_layers
-    assert 0.25 * of_layers < w4a16 - (dense - of_layers) < 0.4 * of_layers
+    dense = load_model_config(folders["w8a8"] / "dense")
+    table = 512 * 64
+    per_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128  # q, k and v; o; gate, up and down
+
+    def nbytes(config: ModelConfig, *, is_packed: bool = True) -> int:
+        return weights_nbytes(config, torch.bfloat16, is_packed=is_packed)
+
+    assert nbytes(dense) == 2 * (2 * table + 3 * per_layer)
+    fours = load_model_config(folders["w4a16-g32"])
+    scales = 4 * per_layer // 32
+    assert nbytes(fours) == 2 * 2 * table + 3 * (per_layer // 2 + scales)
+    assert nbytes(fours, is_packed=False) == 2 * 2 * table + 3 * (per_layer + scales)
+    assert nbytes(load_model_config(folders["fp8-block"])) == nbytes(dense)
+    tied = replace(dense, tie_word_embeddings=True, quantization=quantize_on_load("int8"))
+    rows = 64 + 2 * 32 + 64 + 2 * 128 + 64
+    assert nbytes(tied) == 3 * table + 4 * 512 + 3 * (per_layer + 4 * rows)
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
