@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from shared.kernels.cpu.build import cache_folder
 from tests.modelzoo import EOS_TOKEN_ID, write_tokenizer
+from tests.quantized_models import compressed_tensors, quantize_folder
 
 VOCAB_SIZE = 32_000
 CONTEXT_LENGTH = 4096
@@ -127,6 +129,22 @@ def random_model(name: str) -> Path:
             except OSError:
                 if not folder.exists():  # else somebody has just made it
                     raise
+    return folder
+
+
+def quantized_model(name: str, weights: str) -> Path:
+    """The same model as compressed-tensors W8A8 (`int8`), or W4A16 in groups of 128 (`int4`)."""
+    dense = random_model(name)
+    folder = dense.with_name(f"{name}-{weights}")
+    if not folder.exists():
+        how = {
+            "int8": lambda: compressed_tensors(8, activations=True),
+            "int4": lambda: compressed_tensors(4, group_size=128),
+        }[weights]()
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = quantize_folder(dense, Path(scratch) / name, how)
+            shutil.rmtree(made / "dense")
+            made.rename(folder)
     return folder
 
 

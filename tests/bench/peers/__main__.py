@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.bench.leaving import leave_on_signals
 from tests.bench.models import SHAPES
 from tests.bench.peers.catalog import PEERS, installed
-from tests.bench.peers.compare import ENGINES, compare
+from tests.bench.peers.compare import ENGINES, WEIGHTS, compare
 from tests.bench.peers.rounds import summary
 from tests.bench.peers.workloads import WORKLOADS
 from tests.bench.suite import measure, save
@@ -34,17 +34,18 @@ def main() -> int:
     workloads = [workload for workload in WORKLOADS if workload.name in options.workloads]
     for model in options.models:
         with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
-            rows = partial(compare, model, workloads, options.engines, options.rounds, Path(folder))
-            result = measure(result_name(model), rows, summary)
+            of = partial(compare, model, workloads, options.engines, options.rounds, Path(folder))
+            rows = partial(of, weights=options.weights)
+            result = measure(result_name(model, options.weights), rows, summary)
         print(json.dumps({key: value for key, value in result.items() if key != "rows"}), flush=True)
         if options.save is not None:
             print(f"written to {save(result, options.save)}", file=sys.stderr)
     return 0
 
 
-def result_name(model: str) -> str:
+def result_name(model: str, weights: str = "bf16") -> str:
     """What its result is called, in letters that the page's marks allow."""
-    return "peers_" + re.sub(r"\W", "_", model)
+    return "peers_" + re.sub(r"\W", "_", model if weights == "bf16" else f"{model}_{weights}")
 
 
 def _options() -> argparse.Namespace:
@@ -55,6 +56,12 @@ def _options() -> argparse.Namespace:
     several("--workloads", choices=names, default=names, help=f"of {', '.join(names)} (default: all)")
     several(
         "--engines", choices=ENGINES, default=list(ENGINES), help=f"of {', '.join(ENGINES)} (default: all)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        default=WEIGHTS[0],
+        help="bf16; int8: W8A8 for Baton and vLLM, OpenVINO's INT8; int4: W4A16 and INT4, groups of 128",
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each workload (default: 3)")
     parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/peers_MODEL.json")

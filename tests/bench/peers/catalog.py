@@ -54,9 +54,9 @@ class Installed:
     peer: Peer
     python: Path
 
-    def command(self, model: Path, threads: int, kv_tokens: int) -> list[str]:
-        """Of its runner. Raises InstallError if the model cannot be converted."""
-        words = (self.python, self.peer.runner, self._converted(model), threads, kv_tokens)
+    def command(self, model: Path, threads: int, kv_tokens: int, weights: str) -> list[str]:
+        """Of its runner."""
+        words = (self.python, self.peer.runner, model, threads, kv_tokens, weights)
         return [str(word) for word in words]
 
     def environment(self) -> Mapping[str, str]:
@@ -64,13 +64,11 @@ class Installed:
         preloaded = _preloads(self.python.parents[1]) if self.peer.name == "vllm" else []
         return {**os.environ, **OFFLINE, **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})}
 
-    def _converted(self, folder: Path) -> Path:
-        """The model as this engine reads it: for OpenVINO converted once, weights in bfloat16 as they are."""
-        if self.peer.name != "openvino":
-            return folder
-        converted = CACHE / "openvino-models" / folder.name
+    def converted(self, folder: Path, weights: str) -> Path:
+        """A bfloat16 model as OpenVINO reads it, written once. Raises InstallError if it cannot be converted."""
+        converted = CACHE / "openvino-models" / f"{folder.name}-{weights}"
         if not (converted / "written").exists():
-            command = (self.python, RUNNERS / "export_openvino.py", folder, converted)
+            command = (self.python, RUNNERS / "export_openvino.py", folder, converted, weights)
             done = subprocess.run(
                 command, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )

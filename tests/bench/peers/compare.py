@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.bench.limits import StreamingRead
 from tests.bench.machine import usable_cores
-from tests.bench.models import SHAPES, VOCAB_SIZE, random_model
+from tests.bench.models import SHAPES, VOCAB_SIZE, quantized_model, random_model
 from tests.bench.peers.catalog import BATONS, PEERS, installed
 from tests.bench.peers.engines import BatonEngine, Engine, EngineError, Memory, PeerEngine
 from tests.bench.peers.rounds import Rounds, engine_row, workload_rows
@@ -21,6 +21,7 @@ from tests.bench.peers.workloads import WARM_UP, Workload
 from tests.venvs import InstallError
 
 ENGINES = (*BATONS, *PEERS)
+WEIGHTS = ("bf16", "int8", "int4")
 KV_TOKENS = 16_384
 """KV pool of each engine that has one: enough for every workload at once."""
 PASSES = 5
@@ -37,7 +38,13 @@ class Contender:
 
 
 def compare(
-    model: str, workloads: Sequence[Workload], engines: Sequence[str], num_rounds: int, folder: Path
+    model: str,
+    workloads: Sequence[Workload],
+    engines: Sequence[str],
+    num_rounds: int,
+    folder: Path,
+    *,
+    weights: str = "bf16",
 ) -> Iterator[dict[str, Any]]:
     """Measure one model; rows when all rounds are over. Logs are in `folder`.
 
@@ -48,7 +55,7 @@ def compare(
         contenders: dict[str, Contender] = {}
         for name in engines:
             try:
-                contenders[name] = _load(stack, name, random_model(model), folder)
+                contenders[name] = _load(stack, name, model, weights, folder)
             except (InstallError, EngineError) as error:
                 _tell(f"{name} is left out: {error}")
         for round_ in range(num_rounds):
@@ -66,12 +73,15 @@ def compare(
             yield engine_row(model, shape, c.engine, c.load_s, c.loaded, KV_TOKENS)
 
 
-def _load(stack: ExitStack, name: str, model: Path, folder: Path) -> Contender:
+def _load(stack: ExitStack, name: str, shape: str, weights: str, folder: Path) -> Contender:
+    model = random_model(shape) if weights == "bf16" else quantized_model(shape, weights)
     if name in BATONS:
         engine: Engine = BatonEngine(BATONS[name], model, KV_TOKENS, folder)
     else:
         peer = installed(name)
-        command = peer.command(model, len(usable_cores()), KV_TOKENS)
+        if name == "openvino":
+            model = peer.converted(random_model(shape), weights)
+        command = peer.command(model, len(usable_cores()), KV_TOKENS, weights)
         engine = PeerEngine(name, command, peer.environment(), folder / f"{name}.log")
     start = time.perf_counter()
     stack.enter_context(engine)

@@ -1,4 +1,7 @@
-"""OpenVINO GenAI: its continuous batching pipeline in bfloat16, KV cache included. argv: IR THREADS KV_TOKENS."""
+"""OpenVINO GenAI: its continuous batching pipeline, KV cache in bfloat16. argv: IR THREADS KV_TOKENS WEIGHTS.
+
+Activations are quantized by its default (dynamically, in groups) unless weights are bf16.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ def main() -> None:
     properties = {
         "INFERENCE_PRECISION_HINT": "bf16",
         "KV_CACHE_PRECISION": "bf16",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
         "INFERENCE_NUM_THREADS": num_threads,
         "PERFORMANCE_HINT": "LATENCY",
     }
+    if sys.argv[4] == "bf16":
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
     pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
     next_id = 0
 
