@@ -28,9 +28,9 @@ from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
 from router.http.json_bodies import JsonRequest
 from router.http.tls import TlsOptions
-from shared.protocol.messages import Decode, Finish
+from shared.protocol.messages import Decode, Finish, Prefill
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import joined_router, one_then_nothing, pair
+from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 from tests.unit.router.raw_client import RawClient, post
 from tests.unit.router.test_tls import make_certificate, trusting
 
@@ -190,9 +190,17 @@ async def test_nothing_stays_of_a_client_that_leaves(
         async with leaving(port, context if said is None else None, resets=resets) as client:
             await (STAGES[stage] if said is None else sends(said))(client)
 
+    have_left = asyncio.Event()
+
+    async def one_then_the_rest(node: FakeNode, message: Prefill | Decode) -> None:
+        """What follows is computed when the clients have left."""
+        node.tokens(message.key, 0, node.story[:1])
+        await have_left.wait()
+        node.tokens(message.key, 1, node.story[1:4], Finish("length"))
+
     http = HttpOptions(port=0, served_model_name="tiny", tls=tls)
     async with (
-        pair(decode=one_then_nothing) as (prefill, decode),
+        pair(decode=one_then_the_rest if stage == BEHIND else one_then_nothing) as (prefill, decode),
         joined_router(model_folder, [prefill, decode], http=http, connections=PATIENT, wait=False) as (
             router,
             plain,
@@ -202,10 +210,9 @@ async def test_nothing_stays_of_a_client_that_leaves(
         await eventually(lambda: len(router._membership.all_live()) == 2)
 
         async def visited(num_clients: int) -> None:
+            have_left.clear()
             await asyncio.gather(*(visit(router.http_port) for _ in range(num_clients)))
-            if stage == BEHIND:
-                for work in decode.all(Decode):
-                    decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))
+            have_left.set()
 
         await visited(1)  # what is made once, such as the OpenAPI document
         await eventually(lambda: len(router._server.connections) == 0)
