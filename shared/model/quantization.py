@@ -139,8 +139,14 @@ class _Args(msgspec.Struct, kw_only=True):
     group_size: int | None = None
     strategy: str | None = None
     dynamic: bool | str = False
-    block_structure: list[int] | None = None
+    block_structure: list[int] | str | None = None
     actorder: str | bool | None = None
+
+    @property
+    def granularity(self) -> str:
+        """The strategy; where a file leaves it out, it follows from the size of groups."""
+        size = self.group_size
+        return self.strategy or ("tensor" if size is None else "group" if size > 0 else "channel")
 
 
 class _ConfigGroup(msgspec.Struct, kw_only=True):
@@ -154,7 +160,6 @@ class _ConfigGroup(msgspec.Struct, kw_only=True):
 class _CompressedTensors(msgspec.Struct, kw_only=True):
     config_groups: dict[str, _ConfigGroup]
     format: str = "dense"
-    quantization_status: str = "compressed"
     ignore: list[str] | None = None
     kv_cache_scheme: dict[str, Any] | None = None
     sparsity_config: dict[str, Any] | None = None
@@ -183,8 +188,10 @@ class _Gptq(msgspec.Struct, kw_only=True):
     group_size: _GroupSize = 128
     desc_act: bool = False
     sym: bool = True
-    lm_head: bool = False
-    checkpoint_format: str = "gptq"
+    lm_head: bool | None = None
+    checkpoint_format: str | None = None
+    format: str | None = None
+    """The older name of `checkpoint_format`."""
     dynamic: dict[str, Any] | None = None
 
 
@@ -213,12 +220,18 @@ def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
 
 
 def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
+    for target in [
+        *(fields.ignore or ()),
+        *(each for group in fields.config_groups.values() for each in group.targets),
+    ]:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as e:
+            raise ModelError(f"{path}: quantization_config: {target!r} is no regular expression: {e}") from e
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         value = getattr(fields, name) or {}
         if value and value.get("format") != "dense":
             raise _unsupported(path, name, value.get("format") or "a setting", "none")
-    if fields.quantization_status != "compressed":
-        raise _unsupported(path, "quantization_status", fields.quantization_status, "compressed")
     schemes = tuple(
         (tuple(group.targets), _scheme(group, group.format or fields.format, f"config_groups.{name}", path))
         for name, group in fields.config_groups.items()
@@ -231,7 +244,11 @@ def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
 
 def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Scheme:
     weights, inputs = group.weights, group.input_activations
-    if weights is not None and file_format == "float-quantized":
+    if (
+        weights is not None
+        and weights.type == "float"
+        and file_format in ("float-quantized", "naive-quantized")
+    ):
         return _float_scheme(weights, key, path)
     if weights is None or weights.type != "int" or weights.num_bits not in (4, 8) or weights.dynamic:
         what = "none" if weights is None else f"{weights.type} of {weights.num_bits} bits"
@@ -265,7 +282,7 @@ def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Sche
         case _:
             what = f"{file_format} with{'' if inputs is not None else 'out'} input_activations"
             raise _unsupported(path, f"{key}.format", what, "int-quantized with them, pack-quantized without")
-    match weights.strategy:
+    match weights.granularity:
         case "channel":
             group_size = None
         case "group" if weights.group_size is not None and weights.group_size > 0 and inputs is None:
@@ -290,7 +307,10 @@ def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
         what = f"{weights.type} of {weights.num_bits} bits"
         raise _unsupported(path, f"{key}.weights", what, "symmetric float of 8 bits in float-quantized")
     block: tuple[int, int | None] | None
-    match weights.strategy, weights.block_structure:
+    structure = weights.block_structure
+    if isinstance(structure, str):  # "128x128"
+        structure = [int(size) for size in re.findall(r"\d+", structure)]
+    match weights.granularity, structure:
         case "tensor", _:
             block = None
         case "channel", _:
@@ -305,7 +325,7 @@ def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
 def _awq(fields: _Awq, path: Path) -> Quantization:
     if fields.bits != 4:
         raise _unsupported(path, "bits", fields.bits, "4")
-    if fields.version != "gemm" or not fields.zero_point:
+    if fields.version.lower() != "gemm" or not fields.zero_point:
         raise _unsupported(
             path, "version", f"{fields.version}, zero_point {fields.zero_point}", "gemm with zero_point"
         )
@@ -317,12 +337,13 @@ def _awq(fields: _Awq, path: Path) -> Quantization:
 def _gptq(fields: _Gptq, path: Path) -> Quantization:
     if fields.bits not in (4, 8):
         raise _unsupported(path, "bits", fields.bits, "4, 8")
-    if fields.checkpoint_format not in ("gptq", "gptq_v2"):
-        raise _unsupported(path, "checkpoint_format", fields.checkpoint_format, "gptq, gptq_v2")
+    version = fields.checkpoint_format or fields.format or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise _unsupported(path, "checkpoint_format", version, "gptq, gptq_v2")
     if fields.dynamic:
         raise _unsupported(path, "dynamic", "a setting", "none")
     scheme = Scheme(
-        layout=Layout(fields.checkpoint_format),
+        layout=Layout(version),
         bits=4 if fields.bits == 4 else 8,
         group_size=_group_size(fields.group_size),
         is_symmetric=False,  # a file has zeros in any case

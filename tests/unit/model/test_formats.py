@@ -121,7 +121,6 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
         ["sparsity_config", "sparse-24"],
     ),
     ("w8a8", lambda config: config.update(transform_config={"config_groups": {}}), ["transform_config"]),
-    ("w8a8", lambda config: config.update(quantization_status="frozen"), ["quantization_status", "frozen"]),
     ("w8a8", lambda config: config.pop("config_groups"), ["config_groups"]),
     ("w8a8", of_weights(type="float"), ["group_0.weights", "float"]),
     ("w8a8", of_weights(num_bits=6), ["group_0.weights", "6 bits"]),
@@ -134,6 +133,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ("fp8-channel", of_weights(num_bits=4), ["group_0.weights", "float of 4 bits"]),
     ("fp8-block", of_weights(strategy="tensor_group"), ["group_0.weights.strategy", "tensor_group"]),
     ("fp8-transformers", lambda config: config.pop("weight_block_size"), ["weight_block_size"]),
+    ("w8a8", lambda config: config.update(ignore=["re:(lm_head"]), ["re:(lm_head"]),
     ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
     ("awq", lambda config: config.update(bits=3), ["bits", "3"]),
     ("gptq", lambda config: config.update(bits=2), ["bits", "2"]),
@@ -141,6 +141,31 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ("gptq", lambda config: config.update(dynamic={"-:lm_head": {}}), ["dynamic"]),
     ("gptq", lambda config: config.update(group_size=-2), ["group_size"]),
 ]
+
+
+AS_WRITTEN: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
+    (
+        "w8a8",
+        lambda config: config.update(quantization_status="frozen", sparsity_config={}, transform_config={}),
+    ),
+    ("w8a8", lambda config: config.update(sparsity_config={"format": "dense", "global_sparsity": 1.0})),
+    ("w4a16-g32", lambda config: config["config_groups"]["group_0"]["weights"].pop("strategy")),
+    ("w4a16", of_weights(strategy=None, group_size=-1)),
+    ("w4a16-g32", of_weights(actorder="weight")),
+    ("fp8-channel", lambda config: (config.update(format="naive-quantized"), of_group(format=None)(config))),
+    ("fp8-block", of_weights(block_structure="32x48")),
+    ("awq", lambda config: config.update(version="GEMM", modules_to_not_convert=None)),
+    ("gptq", lambda config: config.update(lm_head=None, checkpoint_format=None, meta={"quantizer": ["a"]})),
+    ("gptq-v2", lambda config: config.update(format=config.pop("checkpoint_format"))),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), AS_WRITTEN)
+def test_what_libraries_of_several_years_write_is_read(
+    folders: dict[str, Path], tmp_path: Path, name: str, change: Callable[[dict[str, Any]], object]
+) -> None:
+    folder = changed(folders[name], tmp_path / "changed", change)
+    assert load_model_config(folder).quantization == load_model_config(folders[name]).quantization
 
 
 @pytest.mark.parametrize(
