@@ -142,6 +142,8 @@ class _File:
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         header.pop("__metadata__", None)
         self.tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in header.items()}
+        for tensor in self.tensors.values():
+            tensor.shape = tensor.shape or (1,)  # a scale without an axis
 
     def view(self, name: str) -> torch.Tensor:
         """A view of the mapping as a tensor."""

@@ -297,7 +297,7 @@ def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Sche
         bits=4 if weights.num_bits == 4 else 8,
         group_size=group_size,
         is_symmetric=weights.symmetric,
-        has_order=weights.actorder in ("group", True),
+        has_order=weights.actorder in ("group", "dynamic", True),
     )
 
 

@@ -18,7 +18,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     tensors = {
         f"{layer.name}.weight_packed": TensorSpec((layer.n, layer.words(layer.k)), ("I32",)),
         f"{layer.name}.weight_scale": TensorSpec((layer.n, layer.num_groups)),
-        f"{layer.name}.weight_shape": TensorSpec((2,), ("I64",)),
+        f"{layer.name}.weight_shape": TensorSpec((2,), ("I64", "I32")),
     }
     if not layer.scheme.is_symmetric:
         tensors[f"{layer.name}.weight_zero_point"] = TensorSpec(

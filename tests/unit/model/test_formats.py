@@ -23,6 +23,7 @@ from tests.modelzoo import make_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
 
 CPU = torch.device("cpu")
+X = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
     "w8a8": lambda: compressed_tensors(8, activations=True),
     "w8a8-zeros": lambda: compressed_tensors(8, activations=True, symmetric=False),
@@ -152,6 +153,7 @@ AS_WRITTEN: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("w4a16-g32", lambda config: config["config_groups"]["group_0"]["weights"].pop("strategy")),
     ("w4a16", of_weights(strategy=None, group_size=-1)),
     ("w4a16-g32", of_weights(actorder="weight")),
+    ("w4a16-g32-order", of_weights(actorder="dynamic")),
     ("fp8-channel", lambda config: (config.update(format="naive-quantized"), of_group(format=None)(config))),
     ("fp8-block", of_weights(block_structure="32x48")),
     ("awq", lambda config: config.update(version="GEMM", modules_to_not_convert=None)),
@@ -184,6 +186,19 @@ def test_a_scheme_that_is_not_read_is_refused_by_name(
         load_model_config(folder)
     assert "quantization_config" in str(refused.value)
     assert all(part in str(refused.value) for part in named)
+
+
+def test_a_scale_without_an_axis_and_a_shape_of_32_bits(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name, part, other in (
+        ("fp8-tensor", "weight_scale", lambda tensor: tensor[0]),
+        ("w4a16", "weight_shape", lambda tensor: tensor.int()),
+    ):
+        folder = shutil.copytree(folders[name], tmp_path / name)
+        tensors = load_file(folder / "model.safetensors")
+        as_written = {each: other(value) if each.endswith(part) else value for each, value in tensors.items()}
+        save_file(as_written, folder / "model.safetensors")
+        for ours, theirs in zip(load(folder).layers, load(folders[name]).layers, strict=True):
+            assert torch.equal(ours.down_proj.multiply(X), theirs.down_proj.multiply(X))
 
 
 WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
