@@ -16,6 +16,7 @@ from tests.gpu.steps import COMMANDS
 from tests.gpu.wheels import MACHINE_HAS, ROOT, needs, wanted_of_project
 
 OPTIONAL = {
+    "compressed_tensors",
     "cryptography",
     "kubernetes",
     "openai",
