@@ -148,7 +148,8 @@ class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False)
     page_size: Annotated[int | None, Field(description="Tokens in a page; null while no node is connected.")]
     dtype: str | None
     quantization: Annotated[
-        str | None, Field(description="What the weights are quantized to; activations then have 8 bits.")
+        str | None,
+        Field(description="What the weights are quantized to; with int codes, activations have 8 bits."),
     ]
     max_total_num_tokens: Annotated[
         int, Field(description="Tokens in the smallest KV pool of a decode node.")

@@ -56,7 +56,9 @@ def resolve_quantization(options: ModelOptions, model: ModelConfig) -> ModelConf
             )
         return replace(model, quantization=quantize_on_load(options.quantization))
     if options.load_format == "dummy" and model.quantization is not None:
-        return replace(model, quantization=of_dummy_weights(model.quantization))
+        return replace(
+            model, quantization=of_dummy_weights(model.quantization, is_tied=model.tie_word_embeddings)
+        )
     return model
 
 

@@ -19,8 +19,10 @@ from shared.errors import ModelError
 from shared.host_memory import new_mapping
 
 _PIECE_ELEMENTS = 1 << 18
-_EXACT_K = 1024
-"""float32 adds up this many products of a code by a code exactly: 1024 * 127 * 128 < 2 ** 24."""
+_EXACT_K = 512
+"""float32 adds up this many products of a code by a code exactly: 512 * 127 * 255 < 2 ** 24."""
+_LEAST = 1e-36
+"""Groups of rows whose largest value is below this have the codes 0: 127 over it would be infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ def quantize_rows(x_TK: torch.Tensor, group_size: int) -> tuple[torch.Tensor, to
     groups_TGK = in_groups(x_TK.float(), group_size)
     most_TG = groups_TGK.abs().amax(2)
     # Not 127.0 / most_TG, which torch computes as 127.0 * (1 / most_TG).
-    inverse_TG = torch.where(most_TG == 0, 0.0, torch.full_like(most_TG, 127.0) / most_TG)
+    inverse_TG = torch.where(most_TG < _LEAST, 0.0, torch.full_like(most_TG, 127.0) / most_TG)
     codes_TGK = torch.round(groups_TGK * inverse_TG[..., None]).nan_to_num(0.0).clamp(-127, 127)
     return codes_TGK.to(torch.int8).flatten(1), most_TG / 127.0
 

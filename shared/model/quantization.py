@@ -91,14 +91,18 @@ class Quantization:
         return min(found, key=lambda each: each[0])[1] if found else None
 
 
-def of_dummy_weights(quantization: Quantization) -> Quantization:
-    """The same bits and groups, for weights that are not in a file and so are quantized while they are made."""
+def of_dummy_weights(quantization: Quantization, *, is_tied: bool) -> Quantization:
+    """The same bits and groups, for weights that are not in a file and so are quantized while they are made.
+
+    What a file has in FP8 is dense, as it is when it is loaded, and so is a tied lm_head.
+    """
 
     def on_load(scheme: Scheme) -> Scheme:
         return replace(scheme, layout=Layout.ON_LOAD, is_symmetric=True, has_order=False)
 
-    schemes = tuple((targets, on_load(scheme)) for targets, scheme in quantization.schemes)
-    return replace(quantization, schemes=schemes)
+    with_codes = [(targets, on_load(scheme)) for targets, scheme in quantization.schemes if scheme.has_codes]
+    ignored = (*quantization.ignored, *(("lm_head",) if is_tied else ()))
+    return replace(quantization, schemes=tuple(with_codes), ignored=ignored)
 
 
 def quantize_on_load(name: str) -> Quantization:
@@ -166,7 +170,8 @@ class _CompressedTensors(msgspec.Struct, kw_only=True):
     transform_config: dict[str, Any] | None = None
 
 
-_Size = Annotated[int, msgspec.Meta(gt=0, le=2**16)]
+_MAX_SIZE = 1 << 16
+_Size = Annotated[int, msgspec.Meta(gt=0, le=_MAX_SIZE)]
 _GroupSize = Annotated[int, msgspec.Meta(ge=-1, le=2**16)]
 
 
@@ -297,8 +302,19 @@ def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Sche
         bits=4 if weights.num_bits == 4 else 8,
         group_size=group_size,
         is_symmetric=weights.symmetric,
-        has_order=weights.actorder in ("group", "dynamic", True),
+        has_order=_has_order(weights, key, path),
     )
+
+
+def _has_order(weights: _Args, key: str, path: Path) -> bool:
+    """Whether a file has g_idx. `dynamic` and `static` are compressed-tensors' other names."""
+    match weights.actorder.lower() if isinstance(weights.actorder, str) else weights.actorder:
+        case None | False | "weight" | "static":
+            return False
+        case True | "group" | "dynamic":
+            return True
+        case other:
+            raise _unsupported(path, f"{key}.weights.actorder", other, "group, weight, null")
 
 
 def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
@@ -315,7 +331,7 @@ def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
             block = None
         case "channel", _:
             block = 1, None
-        case "block", [int(rows), int(columns)] if rows > 0 and columns > 0:
+        case "block", [int(rows), int(columns)] if 0 < rows <= _MAX_SIZE and 0 < columns <= _MAX_SIZE:
             block = rows, columns
         case other, _:
             raise _unsupported(path, f"{key}.weights.strategy", other, "tensor, channel, block")

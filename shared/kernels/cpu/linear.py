@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from shared.host_memory import reserve_host_memory
+from shared.host_memory import new_mapping, reserve_host_memory
 from shared.kernels.cpu.library import Team
 
 PANEL = 64  # output columns of a panel: kPanel of src/linear.h
 UNIT_NBYTES = 4
 _CHUNK_NBYTES = 64 << 20
+_PIECE_NBYTES = 1 << 20
 
 
 class PanelArena:
@@ -58,8 +59,13 @@ def pack_gate_up(team: Team, gate_FB: torch.Tensor, up_FB: torch.Tensor, panels:
 
 def nibbles(codes_NK: torch.Tensor) -> torch.Tensor:
     """Codes of 4 bits as bytes [N, K / 2]: of eight codes, the first four are the lower halves of four bytes."""
-    lower_NU4, upper_NU4 = codes_NK.reshape(len(codes_NK), -1, 2, 4).unbind(2)
-    return torch.bitwise_or(lower_NU4, upper_NU4 << 4).flatten(1)
+    n, k = codes_NK.shape
+    packed_NB = new_mapping(n * k // 2).view(n, k // 2)  # goes back to the system when it is freed
+    step = max(_PIECE_NBYTES // k, 1)
+    for first in range(0, n, step):
+        lower_RU4, upper_RU4 = codes_NK[first : first + step].reshape(-1, k // 8, 2, 4).unbind(2)
+        packed_NB[first : first + step] = torch.bitwise_or(lower_RU4, upper_RU4 << 4).flatten(1)
+    return packed_NB
 
 
 def in_panels(values_NG: torch.Tensor, *, is_gate_up: bool = False) -> torch.Tensor:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from shared.model.formats.common import Format, LinearSpec, unpack
-from shared.model.linear import QuantizedLinear
+from shared.model.formats.common import Format, LinearSpec, columns, unpack
+from shared.model.linear import QuantizedLinear, new_codes
 from shared.model.weight_source import TensorSpec, WeightSource
 
 _PLACE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -35,8 +35,8 @@ def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> Quanti
 def _unpack(words_RW: torch.Tensor, n: int) -> torch.Tensor:
     """The codes [N, R] of rows of words."""
     codes_RN = unpack(words_RW, 4, 8 * words_RW.shape[1])
-    ordered_RN = codes_RN.reshape(len(codes_RN), -1, 8)[..., _PLACE_OF_OUTPUT].flatten(1)
-    return ordered_RN[:, :n].T.contiguous()
+    places_N = torch.arange(n) // 8 * 8 + torch.tensor(_PLACE_OF_OUTPUT).repeat(-(-n // 8))[:n]
+    return new_codes(n, len(codes_RN)).copy_(columns(codes_RN, places_N).T)
 
 
 AWQ = Format(_tensors, _read)

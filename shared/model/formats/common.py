@@ -21,7 +21,7 @@ ACTIVATION_GROUP = 128
 
 A scale for the whole token would lose twice as much.
 """
-_WEIGHT_ONLY = (Layout.PACK_QUANTIZED, Layout.GPTQ, Layout.GPTQ_V2)
+_WEIGHT_ONLY = (Layout.PACK_QUANTIZED, Layout.AWQ, Layout.GPTQ, Layout.GPTQ_V2)
 _PIECE_WORDS = 1 << 18
 
 
@@ -77,7 +77,7 @@ class LinearSpec:
             scales_NG = scales_NG.expand(-1, num_groups)
             zeros_NG = None if zeros_NG is None else zeros_NG.expand(-1, num_groups)
         return QuantizedLinear(
-            codes_NK=codes_NK if order_K is None else codes_NK[:, order_K],
+            codes_NK=codes_NK if order_K is None else columns(codes_NK, order_K),
             bits=self.scheme.bits,
             scales_NG=scales_NG.float(),
             zeros_NG=zeros_NG,
@@ -94,6 +94,12 @@ class Format:
     """The tensors of a layer by their full names."""
     read: Callable[[WeightSource, LinearSpec, torch.dtype], Linear]
     """Read a layer for activations of this type, without its bias. The tensors were checked."""
+
+
+def columns(codes_RC: torch.Tensor, order_C: torch.Tensor) -> torch.Tensor:
+    """The columns of codes in another order."""
+    out = new_codes(len(codes_RC), len(order_C))
+    return torch.index_select(codes_RC, 1, order_C, out=out)
 
 
 def unpack(words_RW: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:

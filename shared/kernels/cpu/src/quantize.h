@@ -2,7 +2,7 @@
 // of a row.
 //
 // scale = max |x| / 127 of the group, and code = x * (127 / max |x|), rounded to the nearest, ties to even. This is what
-// vLLM and SGLang compute for dynamic activations per token (group = k). A group with NaN or infinity has the scale NaN or
+// vLLM and SGLang compute for dynamic activations per token (group = k). Below 1e-36 codes are 0. A group with NaN or infinity has the scale NaN or
 // infinity, so its products are not finite either.
 #pragma once
 #include "threads.h"
@@ -40,7 +40,7 @@ void quantize_row(const Codes& to, int64_t row, Values&& values, At&& at) {
     const int32_t largest_bits = _mm512_reduce_max_epi32(largest);
     float most;
     std::memcpy(&most, &largest_bits, 4);
-    const __m512 inverse = _mm512_set1_ps(most == 0.0f ? 0.0f : 127.0f / most);
+    const __m512 inverse = _mm512_set1_ps(most < 1e-36f ? 0.0f : 127.0f / most);
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = begin; i < end; i += 16) {
       const __mmask16 lanes = lanes_below(end, i);
