@@ -9,6 +9,7 @@ import torch
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.input_block import ForwardLimits
 from shared.engine.resolve import (
+    dtype_name,
     resolve_context_length,
     resolve_device,
     resolve_dtype,
@@ -19,6 +20,7 @@ from shared.errors import ConfigError
 from shared.kvtransfer.transports.choice import links_nbytes
 from shared.model.config import ModelConfig
 from shared.model.weights import weights_nbytes
+from shared.protocol.messages import kv_row_nbytes
 
 MIN_PAGES = 2
 
@@ -45,6 +47,8 @@ class EngineShape:
         """The sizes that follow from a node's options. Raises ConfigError."""
         device = resolve_device(config.model.device)
         model = resolve_quantization(config.model, model)
+        if config.cache.kv_cache_dtype == "int8" and model.head_dim % 4:
+            raise ConfigError(f"--kv-cache-dtype int8: heads of {model.head_dim} elements are no multiple of 4")
         return cls(
             name=config.model.model,
             model=model,
@@ -66,8 +70,13 @@ class EngineShape:
     def page_nbytes(self) -> int:
         """Of one KV page of all layers, K and V."""
         m = self.model
-        tokens_nbytes = 2 * m.num_layers * m.num_kv_heads * m.head_dim * self.dtype.itemsize
-        return tokens_nbytes * self.cache.page_size
+        row_nbytes = kv_row_nbytes(m.head_dim, dtype_name(self.kv_dtype))
+        return 2 * m.num_layers * m.num_kv_heads * self.cache.page_size * row_nbytes
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of KV pages."""
+        return torch.int8 if self.cache.kv_cache_dtype == "int8" else self.dtype
 
     @property
     def num_rows(self) -> int:

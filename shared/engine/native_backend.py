@@ -45,7 +45,8 @@ class NativeBackend:
         self.vocab_size = config.vocab_size
         self._hidden_size = config.hidden_size
         self._team = team
-        pages = KVPool(pool.buffer_LSNHPD.data_ptr(), pool.num_pages, pool.page_size)
+        has_codes = pool.dtype == torch.int8
+        pages = KVPool(pool.buffer_LSNHPD.data_ptr(), pool.num_pages, pool.page_size, has_codes)
         self._decoder = NativeDecoder(team, weights.desc, pages, (weights, pool))
         self._progress = progress
         self._logits = np.empty(0, dtype=np.float32)

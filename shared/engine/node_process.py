@@ -262,6 +262,7 @@ def _parts(presence: _Presence, config: NodeConfig, loaded: _Loaded, wake: threa
         "cpu_cores": str(engine.cpu_cores),
         "device": str(engine.pool.device),
         "dtype": engine.layout.dtype,
+        "kv_cache_dtype": engine.layout.kv_cache_dtype or engine.layout.dtype,
         "attention_backend": engine.attention_backend,
         "numerics": engine.layout.numerics,
         "kv_transfer": config.transfer.backend,

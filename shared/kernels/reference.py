@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from shared.kernels.row_codes import quantize_rows, split_codes
+
 
 def write_kv(
     k_pages_NKSD: torch.Tensor,
@@ -19,9 +21,16 @@ def write_kv(
     pages_T: torch.Tensor,
     offsets_T: torch.Tensor,
 ) -> None:
-    """Write the K and V of new tokens into their pages. Pages and offsets are SGLang's out_cache_loc."""
-    k_pages_NKSD[pages_T, :, offsets_T] = k_TKD
-    v_pages_NKSD[pages_T, :, offsets_T] = v_TKD
+    """Write the K and V of new tokens into their pages, which may hold codes.
+
+    Pages and offsets are SGLang's out_cache_loc.
+    """
+    for pages_NKSD, x_TKD in ((k_pages_NKSD, k_TKD), (v_pages_NKSD, v_TKD)):
+        if pages_NKSD.dtype == torch.int8:
+            codes_NKSD, scales_NKS = split_codes(pages_NKSD)
+            codes_NKSD[pages_T, :, offsets_T], scales_NKS[pages_T, :, offsets_T] = quantize_rows(x_TKD)
+        else:
+            pages_NKSD[pages_T, :, offsets_T] = x_TKD
 
 
 def extend_attention(
@@ -44,8 +53,10 @@ def extend_attention(
         end = start + length
         pages_P = page_table_BP[b, : -(-end // page_size)]
         q_HTD = q_THD[first : first + length].transpose(0, 1)
-        k_KTD = _gather(k_pages_NKSD, pages_P)[:, :end]
-        v_KTD = _gather(v_pages_NKSD, pages_P)[:, :end]
+        k_KTD, v_KTD = (
+            _values(pages_NKSD[pages_P], q_THD.dtype).transpose(0, 1).flatten(1, 2)[:, :end]
+            for pages_NKSD in (k_pages_NKSD, v_pages_NKSD)
+        )
         mask = None
         if 1 < length < end:
             mask = torch.ones(length, end, dtype=torch.bool, device=q_THD.device).tril(start)
@@ -76,8 +87,10 @@ def decode_attention(
     B, H, D = q_BHD.shape
     K, S = k_pages_NKSD.shape[1:3]
     num_tokens = page_table_BP.shape[1] * S
-    k_BKTD = k_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
-    v_BKTD = v_pages_NKSD[page_table_BP].transpose(1, 2).reshape(B, K, num_tokens, D)
+    k_BKTD, v_BKTD = (
+        _values(pages_NKSD[page_table_BP], q_BHD.dtype).transpose(1, 2).reshape(B, K, num_tokens, D)
+        for pages_NKSD in (k_pages_NKSD, v_pages_NKSD)
+    )
     visible_BT = torch.arange(num_tokens, device=q_BHD.device) < seq_lens_B[:, None]
     # Values of an earlier owner, behind the last token of a page, may be inf or NaN, and 0 * NaN is NaN.
     hidden_B1T1 = ~visible_BT[:, None, :, None]
@@ -88,7 +101,9 @@ def decode_attention(
     return o_BKGD.reshape(B, H, D)
 
 
-def _gather(pages_NKSD: torch.Tensor, pages_P: torch.Tensor) -> torch.Tensor:
-    """Copy the tokens of one sequence into [K, P * S, D]."""
-    x_PKSD = pages_NKSD[pages_P]
-    return x_PKSD.transpose(0, 1).reshape(x_PKSD.shape[1], -1, x_PKSD.shape[3])
+def _values(pages_KSD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of pages [..., K, S, D] themselves, or of their codes, in `dtype`."""
+    if pages_KSD.dtype != torch.int8:
+        return pages_KSD
+    codes_KSD, scales_KS = split_codes(pages_KSD)
+    return (codes_KSD * scales_KS[..., None]).to(dtype)

@@ -11,6 +11,7 @@ import torch
 from shared.device_streams import CudaStreams
 from shared.host_memory import new_host_buffer
 from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
+from shared.protocol.messages import kv_row_nbytes
 
 
 class ReqToTokenPool:
@@ -56,6 +57,9 @@ class TokenToKVPool:
     `buffer_LSNHPD[layer, 0 | 1, page]` is one page of K | V with shape [num_kv_heads, page_size, head_dim]. A page is
     contiguous, and so is a range of heads within a page. Page 0 is never handed out, and padding is written there.
     `PageAllocator` decides which page may be written when. `mover` copies pages.
+
+    Of the dtype int8 a head of a page holds codes [page_size, head_dim], then their scales [page_size], float32: its
+    shape is [page_size, head_dim + 4] (`shared.kernels.row_codes`).
     """
 
     def __init__(
@@ -75,13 +79,14 @@ class TokenToKVPool:
         self.num_layers = num_layers
         self.device = device
         self.dtype = dtype
-        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, head_dim)
+        row_nbytes = kv_row_nbytes(head_dim, str(dtype).removeprefix("torch."))
+        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, row_nbytes // dtype.itemsize)
         if device.type == "cpu":
             memory = new_host_buffer(math.prod(shape) * dtype.itemsize)
             self.buffer_LSNHPD = memory.view(dtype).view(shape)
         else:
             self.buffer_LSNHPD = torch.zeros(shape, dtype=dtype, device=device)
-        self.page_nbytes = num_kv_heads * page_size * head_dim * dtype.itemsize
+        self.page_nbytes = num_kv_heads * page_size * row_nbytes
         """Bytes of one page of one layer, of K or of V alone."""
         if mover is None:
             mover = NumpyPageMover() if device.type == "cpu" else TorchPageMover(CudaStreams(device))
@@ -90,7 +95,7 @@ class TokenToKVPool:
         """The buffer as bytes: [layers * 2, pages, page_nbytes]."""
 
     def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
+        """Return the K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim] or of codes."""
         return self.buffer_LSNHPD[layer, 0], self.buffer_LSNHPD[layer, 1]
 
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:

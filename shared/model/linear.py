@@ -17,12 +17,11 @@ from torch.nn.functional import linear
 
 from shared.errors import ModelError
 from shared.host_memory import new_mapping
+from shared.kernels.row_codes import quantize_rows
 
 _PIECE_ELEMENTS = 1 << 18
 _EXACT_K = 512
 """float32 adds up this many products of a code by a code exactly: 512 * 127 * 255 < 2 ** 24."""
-_LEAST = 1e-36
-"""Groups of rows whose largest value is below this have the codes 0: 127 over it would be infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +84,14 @@ class QuantizedLinear:
     def multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias, [T, N], in the type of x."""
         size = self.group_size
-        codes_TK, scales_TG = quantize_rows(x_TK if self.order_K is None else x_TK[:, self.order_K], size)
+        codes_TGK, scales_TG = quantize_rows(
+            in_groups(x_TK if self.order_K is None else x_TK[:, self.order_K], size)
+        )
         y_TN = torch.zeros(len(x_TK), len(self.codes_NK), device=x_TK.device)
         for g in range(self.scales_NG.shape[1]):
             of_group = slice(g * size, (g + 1) * size)
             weight_NK = self.codes_NK[:, of_group].to(torch.int16) - self._zeros(g)
-            sums_TN = _exact_product(codes_TK[:, of_group], weight_NK)
+            sums_TN = _exact_product(codes_TGK[:, g], weight_NK)
             y_TN += sums_TN.float() * (scales_TG[:, g, None] * self.scales_NG[:, g])
         if self.bias_N is not None:
             y_TN += self.bias_N
@@ -119,16 +120,6 @@ Linear = DenseLinear | QuantizedLinear
 def in_groups(x_TK: torch.Tensor, group_size: int) -> torch.Tensor:
     """A view [T, G, K / G]."""
     return x_TK.reshape(len(x_TK), x_TK.shape[1] // group_size, group_size)
-
-
-def quantize_rows(x_TK: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [T, K], int8, and scales [T, G], float32: the largest of each group becomes 127."""
-    groups_TGK = in_groups(x_TK.float(), group_size)
-    most_TG = groups_TGK.abs().amax(2)
-    # Not 127.0 / most_TG, which torch computes as 127.0 * (1 / most_TG).
-    inverse_TG = torch.where(most_TG < _LEAST, 0.0, torch.full_like(most_TG, 127.0) / most_TG)
-    codes_TGK = torch.round(groups_TGK * inverse_TG[..., None]).nan_to_num(0.0).clamp(-127, 127)
-    return codes_TGK.to(torch.int8).flatten(1), most_TG / 127.0
 
 
 def new_codes(n: int, k: int) -> torch.Tensor:

@@ -97,17 +97,23 @@ class NodeRef(Record, frozen=True):
     address: str
 
 
+def kv_row_nbytes(head_dim: int, dtype: str) -> int:
+    """Bytes of the K or the V of a token and a head, in pages of `dtype`: int8 has a float32 scale beside its codes."""
+    return head_dim * {"float32": 4, "int8": 1}.get(dtype, 2) + (4 if dtype == "int8" else 0)
+
+
 class KVLayout(Record, frozen=True):
     """What two nodes must agree on before KV pages may move between them.
 
     `fingerprint` is a digest of the checkpoint. One page of all layers holds
-    2 * num_layers * num_kv_heads * page_size * head_dim elements of `dtype`.
+    2 * num_layers * num_kv_heads * page_size rows of head_dim elements.
 
     `numerics` names everything that decides about the bits of a token's KV and logits: the attention backend with its
     version, the instruction set and the type (`native-1/avx512_bf16/bfloat16`). Nodes of one fleet may differ in it;
     then no pages move between them, unless --allow-mixed-numerics permits it.
 
-    `quantization` is the name of what the weights are quantized to, empty for none.
+    `quantization` is the name of what the weights are quantized to, empty for none. `kv_cache_dtype` is the type of
+    the pages, empty for `dtype`.
     """
 
     fingerprint: str
@@ -118,12 +124,13 @@ class KVLayout(Record, frozen=True):
     head_dim: int
     numerics: str = ""
     quantization: str = ""
+    kv_cache_dtype: str = ""
 
     @property
     def nbytes_per_token(self) -> int:
         """Bytes of one token's KV in all layers."""
-        itemsize = 4 if self.dtype == "float32" else 2
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        row_nbytes = kv_row_nbytes(self.head_dim, self.kv_cache_dtype or self.dtype)
+        return 2 * self.num_layers * self.num_kv_heads * row_nbytes
 
 
 class NodeLimits(Record, frozen=True):

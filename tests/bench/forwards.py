@@ -16,6 +16,7 @@ from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import SamplingInputs
+from shared.kernels.row_codes import split_codes
 from tests.bench.models import SHAPES, Shape, random_model
 
 PAGE_SIZE = 16
@@ -30,7 +31,12 @@ class Forwards:
         self.kernels = self.engine.attention_backend
         """What computes the model, such as `native` or `torch`."""
         pool = self.engine.pool
-        fill_randomly(pool.buffer_LSNHPD)
+        if pool.dtype == torch.int8:
+            codes, scales = split_codes(pool.buffer_LSNHPD)
+            codes.copy_(torch.randint(-127, 128, codes.shape[2:], dtype=torch.int8))
+            scales.fill_(1 / 127)
+        else:
+            fill_randomly(pool.buffer_LSNHPD)
         num_pages = pool.buffer_LSNHPD.shape[2] - 1
         self._pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32) + 1
 
@@ -43,6 +49,7 @@ class Forwards:
         num_tokens: int,
         max_batch: int,
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> Forwards:
         """A random model on cores of this machine."""
         config = NodeConfig(
@@ -51,7 +58,9 @@ class Forwards:
                 cpu_cores=CpuCores(len(cores), tuple(cores)),
                 quantization=quantization,
             ),
-            cache=CacheOptions(max_total_tokens=num_tokens, page_size=PAGE_SIZE),
+            cache=CacheOptions(
+                max_total_tokens=num_tokens, page_size=PAGE_SIZE, kv_cache_dtype=kv_cache_dtype
+            ),
             schedule=ScheduleOptions(max_running_requests=max_batch),
         )
         return cls(config, SHAPES[model])

@@ -26,6 +26,7 @@ from shared.engine.logprobs import RawLogprobs
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
 from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.row_codes import split_codes
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.quantization import quantize_on_load
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
@@ -41,6 +42,8 @@ QUANTIZED = {
     "qwen3-w8a8": ("qwen3", lambda: compressed_tensors(8, activations=True)),
     "llama-gptq": ("llama", lambda: gptq(4, 32, desc_act=True)),
     "llama-int4": ("llama", lambda: None),
+    "qwen3-kv-int8": ("qwen3", lambda: None),
+    "llama-w8a8-kv-int8": ("llama", lambda: compressed_tensors(8, activations=True)),
 }
 NUM_ROWS = 8
 LENGTH = 1100
@@ -63,11 +66,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Engine:
     """A backend over a fresh pool, whose rows have scattered pages."""
 
-    def __init__(self, config: ModelConfig, model: LoadedModel, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: LoadedModel,
+        page_size: int,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self.page_size, pages_a_row = page_size, -(-(LENGTH + 1) // page_size)
         shuffled = np.random.default_rng(page_size).permutation(NUM_ROWS * pages_a_row)
         self.tables = (1 + shuffled).astype(np.int32).reshape(NUM_ROWS, pages_a_row)
-        self.pool = kv_pool(config, 1 + NUM_ROWS * pages_a_row, page_size, torch.bfloat16, device)
+        self.pool = kv_pool(config, 1 + NUM_ROWS * pages_a_row, page_size, kv_dtype, device)
         self.future_map = FutureMap(NUM_ROWS, device)
         limits = ForwardLimits(num_rows=NUM_ROWS, context_length=LENGTH + 1, max_tokens=2 * LENGTH)
         self.backend = model.bind(self.pool, Progress(), limits)
@@ -90,7 +100,10 @@ class Engine:
         """The bits of K and V of a row, [layer, K or V, token, head, dim]."""
         page_ids = torch.from_numpy(self.tables[row].astype(np.int64)).to(self.pool.device)
         pages = self.pool.buffer_LSNHPD[:, :, page_ids]
-        return pages.transpose(3, 4).flatten(2, 3)[:, :, :length].view(torch.int16)
+        if pages.dtype == torch.int8:
+            codes, scales = split_codes(pages)
+            pages = torch.cat([codes, scales[..., None].contiguous().view(torch.int8)], -1)
+        return pages.transpose(3, 4).flatten(2, 3)[:, :, :length].contiguous().view(torch.int8)
 
 
 @dataclass(frozen=True)
@@ -149,12 +162,14 @@ class Native:
     flags: Sequence[str]
     quantization: str | None = None
     """What is made of a dense model while it is loaded."""
+    kv_dtype: torch.dtype = torch.bfloat16
 
     def engine(self, num_threads: int, page_size: int) -> Engine:
         config = load_model_config(self.folder)
         if self.quantization is not None:
             config = replace(config, quantization=quantize_on_load(self.quantization))
-        return Engine(config, native_model(self.folder, config, num_threads, self.flags), page_size, CPU)
+        model = native_model(self.folder, config, num_threads, self.flags)
+        return Engine(config, model, page_size, CPU, self.kv_dtype)
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -164,7 +179,9 @@ def flags(request: pytest.FixtureRequest) -> Sequence[str]:
 
 @pytest.fixture(scope="module", params=[*MODELS, *QUANTIZED])
 def native(request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequence[str]) -> Native:
-    return Native(folders[request.param], flags, "int4" if request.param.endswith("int4") else None)
+    name: str = request.param
+    kv_dtype = torch.int8 if name.endswith("kv-int8") else torch.bfloat16
+    return Native(folders[name], flags, "int4" if name.endswith("int4") else None, kv_dtype)
 
 
 @pytest.fixture(scope="module")

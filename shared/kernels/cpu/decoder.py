@@ -76,9 +76,9 @@ class DecoderDesc(ctypes.Structure):
 
 
 class KVPool(ctypes.Structure):
-    """The pages of a TokenToKVPool."""
+    """The pages of a TokenToKVPool. `has_codes` is 1 where they hold codes of 8 bits."""
 
-    _fields_ = (("pages", _Pointer), ("num_pages", _Int), ("page_size", _Int))
+    _fields_ = (("pages", _Pointer), ("num_pages", _Int), ("page_size", _Int), ("has_codes", _Int))
 
 
 class BatchDesc(ctypes.Structure):

@@ -63,8 +63,11 @@ def _attend(
 ) -> torch.Tensor:
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads, page_size = k_pages_NKSD.shape[1:3]
-    assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in (q_THD, k_pages_NKSD, v_pages_NKSD))
-    assert k_pages_NKSD.shape == v_pages_NKSD.shape and k_pages_NKSD.shape[3] == head_dim
+    has_codes = k_pages_NKSD.dtype == torch.int8
+    assert all(x.is_contiguous() for x in (q_THD, k_pages_NKSD, v_pages_NKSD))
+    assert q_THD.dtype == torch.bfloat16 and (has_codes or k_pages_NKSD.dtype == torch.bfloat16)
+    assert k_pages_NKSD.dtype == v_pages_NKSD.dtype
+    assert k_pages_NKSD.shape == v_pages_NKSD.shape and k_pages_NKSD.shape[3] == head_dim + 4 * has_codes
     assert head_dim % 16 == 0 and 0 < head_dim <= MAX_HEAD_DIM
     assert num_heads % num_kv_heads == 0 and num_heads // num_kv_heads <= MAX_GROUP
     assert page_table_BP.dtype == torch.int32 and page_table_BP.stride(1) == 1
@@ -83,6 +86,7 @@ def _attend(
         page_size,
         num_kv_heads,
         head_dim,
+        has_codes,
         len(starts),
         page_table_BP.data_ptr(),
         page_table_BP.stride(0),

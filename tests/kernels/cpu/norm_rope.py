@@ -89,8 +89,10 @@ def norm_rope_write(
     assert D % 16 == 0 and 0 < D <= MAX_HEAD_DIM and H > 0
     _check(qkv_TND, torch.bfloat16)
     _check(cos_sin_T2R, torch.float32, T, 2, D // 2)
+    has_codes = kv.k_pages_NKSD.dtype == torch.int8
     for pages_NKSD in (kv.k_pages_NKSD, kv.v_pages_NKSD):
-        _check(pages_NKSD, torch.bfloat16, *kv.k_pages_NKSD.shape[:3], D)
+        row = (torch.int8, D + 4) if has_codes else (torch.bfloat16, D)
+        _check(pages_NKSD, row[0], *kv.k_pages_NKSD.shape[:3], row[1])
     for place_T in (kv.pages_T, kv.offsets_T):
         _check(place_T, torch.int64, T)
     if qk_norm_ND is not None:
@@ -109,6 +111,7 @@ def norm_rope_write(
         kv.k_pages_NKSD.data_ptr(),
         kv.v_pages_NKSD.data_ptr(),
         S,
+        has_codes,
         kv.pages_T.data_ptr(),
         kv.offsets_T.data_ptr(),
         q_THD.data_ptr(),

@@ -18,13 +18,13 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "baton_rms_norm_codes": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     **dict.fromkeys(
         ("baton_decode_attention", "baton_extend_attention"),
-        (*(_Pointer,) * 4, *(_Int,) * 4, _Pointer, _Int, *(_Pointer,) * 2, _Int, _Pointer),
+        (*(_Pointer,) * 4, *(_Int,) * 5, _Pointer, _Int, *(_Pointer,) * 2, _Int, _Pointer),
     ),
     "baton_embed": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),
     "baton_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     "baton_rotary_cos_sin": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),
     "baton_norm_rope_write": (
-        *(_Pointer, _Pointer, *(_Int,) * 4, _Pointer, _Float, *(_Pointer,) * 3, _Int, *(_Pointer,) * 3),
+        *(_Pointer, _Pointer, *(_Int,) * 4, _Pointer, _Float, *(_Pointer,) * 3, *(_Int,) * 2, *(_Pointer,) * 3),
     ),
 }
 

@@ -17,6 +17,7 @@ import torch
 
 from shared.kernels import reference
 from shared.kernels.cpu.library import Team
+from shared.kernels.row_codes import quantize_rows, split_codes
 from tests.kernels.cpu.attention import decode_attention, extend_attention
 
 U = 2.0**-8
@@ -47,6 +48,7 @@ SHAPES = [
     Shape((33, 70), 5, 1, 112, 128),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("codes", [False, True], ids=["bf16", "int8"])
 
 
 @dataclass
@@ -59,11 +61,28 @@ class PagedKV:
 
     def finite(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the twins take: float64, and finite where nobody must look."""
-        k, v = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (self.k_pages, self.v_pages))
+        k, v = (values_of(x).nan_to_num(0.0, 0.0, 0.0) for x in (self.k_pages, self.v_pages))
         return k, v, self.page_table_BP.long()
 
 
-def paged(shape: Shape, generator: torch.Generator) -> PagedKV:
+def values_of(pages: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    if pages.dtype != torch.int8:
+        return pages.double()
+    codes, scales = split_codes(pages)
+    return codes.double() * scales[..., None].double()
+
+
+def as_codes(pages: torch.Tensor) -> torch.Tensor:
+    """Pages of int8: scales are NaN and infinite where the values are."""
+    N, K, S, D = pages.shape
+    coded = torch.empty(N, K, S, D + 4, dtype=torch.int8)
+    for to, new in zip(split_codes(coded), quantize_rows(pages), strict=True):
+        to.copy_(new)
+    return coded
+
+
+def paged(shape: Shape, generator: torch.Generator, *, codes: bool = False) -> PagedKV:
     B, S = len(shape.seq_lens), shape.page_size
     P = -(-max(shape.seq_lens) // S)
     size = (B * P + 2, shape.K, S, shape.D)
@@ -75,7 +94,7 @@ def paged(shape: Shape, generator: torch.Generator) -> PagedKV:
         owned[table_BP[b, positions // S], positions % S] = True
     k.transpose(1, 2)[~owned] = float("nan")
     v.transpose(1, 2)[~owned] = float("inf")
-    return PagedKV(k, v, table_BP.int())
+    return PagedKV(*((as_codes(x) for x in (k, v)) if codes else (k, v)), table_BP.int())
 
 
 def queries(shape: Shape, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -92,10 +111,11 @@ def assert_within_rounding(actual: torch.Tensor, expected: torch.Tensor, magnitu
     assert (error <= bound).all(), f"{(error / bound).max():.3f} of the bound"
 
 
+@dtypes
 @shapes
-def test_decode_attention(team: Team, shape: Shape) -> None:
+def test_decode_attention(team: Team, shape: Shape, codes: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    kv = paged(shape, generator)
+    kv = paged(shape, generator, codes=codes)
     q_BHD = queries(shape, len(shape.seq_lens), generator)
     out = decode_attention(team, q_BHD, kv.k_pages, kv.v_pages, kv.page_table_BP, shape.seq_lens)
     k, v, table_BP = kv.finite()
@@ -106,11 +126,12 @@ def test_decode_attention(team: Team, shape: Shape) -> None:
     assert_within_rounding(out, expected, magnitudes)
 
 
+@dtypes
 @shapes
 @pytest.mark.parametrize("cached", ["nothing", "mixed"])
-def test_extend_attention(team: Team, shape: Shape, cached: str) -> None:
+def test_extend_attention(team: Team, shape: Shape, cached: str, codes: bool) -> None:
     generator = torch.Generator().manual_seed(2)
-    kv = paged(shape, generator)
+    kv = paged(shape, generator, codes=codes)
     starts = [cached_len(cached, b, length) for b, length in enumerate(shape.seq_lens)]
     lengths = [length - start for length, start in zip(shape.seq_lens, starts, strict=True)]
     q_THD = queries(shape, sum(lengths), generator)
@@ -181,9 +202,10 @@ def in_chunks(team: Team, q_THD: torch.Tensor, kv: PagedKV, b: int, chunk: int) 
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, Shape((1100, 70), 5, 1, 64, 16)], ids=str)
-def test_decode_and_extend_give_the_same_bits(team: Team, shape: Shape) -> None:
+@dtypes
+def test_decode_and_extend_give_the_same_bits(team: Team, shape: Shape, codes: bool) -> None:
     generator = torch.Generator().manual_seed(6)
-    kv = paged(shape, generator)
+    kv = paged(shape, generator, codes=codes)
     q_THD = queries(shape, sum(shape.seq_lens), generator)
     starts = [0] * len(shape.seq_lens)
     pages = kv.k_pages, kv.v_pages

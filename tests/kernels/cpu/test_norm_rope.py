@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shared.kernels.cpu.library import Team
+from shared.kernels.row_codes import quantize_rows, split_codes
 from tests.kernels.cpu.norm_rope import KVPlaces, embed, norm_rope_write, rms_norm, rotary_cos_sin
 from tests.kernels.cpu.test_linear import BF16, U, assert_within
 
@@ -97,6 +98,16 @@ def test_norm_rope_write(team: Team, heads: Heads) -> None:
     assert_within(q_THD, expected[:, :H], bound[:, :H])
     assert_within(k_pages[kv.pages_T, :, kv.offsets_T], expected[:, H:], bound[:, H:])
     assert torch.equal(v_pages[kv.pages_T, :, kv.offsets_T], v_TKD)
-    for pages in (k_pages, v_pages):  # nothing else is touched
+    coded = [torch.full((num_pages, K, S, D + 4), 50, dtype=torch.int8) for _ in range(2)]
+    places = KVPlaces(*coded, kv.pages_T, kv.offsets_T)
+    assert torch.equal(norm_rope_write(team, qkv_TND, norm_ND, EPS, cos_sin_T2R, places), q_THD)
+    for pages, of_codes in zip((k_pages, v_pages), coded, strict=True):
+        codes, scales = split_codes(of_codes)
+        expected_codes, expected_scales = quantize_rows(pages[kv.pages_T, :, kv.offsets_T])
+        assert torch.equal(codes[kv.pages_T, :, kv.offsets_T], expected_codes)
+        assert torch.equal(scales[kv.pages_T, :, kv.offsets_T], expected_scales)
+        codes[kv.pages_T, :, kv.offsets_T] = 50  # nothing else is touched
+        scales.view(torch.int32)[kv.pages_T, :, kv.offsets_T] = 50 * 0x01010101
+        assert (of_codes == 50).all()
         pages[kv.pages_T, :, kv.offsets_T] = 50.0
         assert (pages == 50.0).all()

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import silu
 
 from shared.kernels.cpu.library import Team
-from shared.model.linear import QuantizedLinear, quantize_rows
+from shared.kernels.row_codes import quantize_rows
+from shared.model.linear import QuantizedLinear, in_groups
 from tests.kernels.cpu.linear import (
     Codes,
     PackedLinear,
@@ -144,10 +145,10 @@ def test_a_row_has_the_same_bits_in_any_batch_and_team(library: ctypes.CDLL, sha
 def test_codes_of_rows_are_those_of_the_definition(team: Team, k: int, group: int) -> None:
     x_MK = torch.randn(9, k).bfloat16()
     x_MK[1], x_MK[2, :4] = 0.0, torch.tensor([1e38, -1e38, 1e-38, 0.0])
-    codes_MK, scales_MG = quantize_rows(x_MK, group)
+    codes_MGK, scales_MG = quantize_rows(in_groups(x_MK, group))
     codes = quantize(team, x_MK, group)
-    assert torch.equal(codes.values_MK, codes_MK) and torch.equal(codes.scales_MG, scales_MG)
-    assert torch.equal(codes.sums_MG, codes_MK.int().unflatten(1, (-1, group)).sum(2, dtype=torch.int32))
+    assert torch.equal(codes.values_MK, codes_MGK.flatten(1)) and torch.equal(codes.scales_MG, scales_MG)
+    assert torch.equal(codes.sums_MG, codes_MGK.flatten(1).int().unflatten(1, (-1, group)).sum(2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

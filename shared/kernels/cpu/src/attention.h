@@ -1,4 +1,7 @@
-// Causal attention over KV pages [num_pages][num_kv_heads][page_size][head_dim] of one layer.
+// Causal attention over the KV pages [num_pages][num_kv_heads] of one layer.
+//
+// A head of a page holds rows [page_size][head_dim], bf16 or codes of 8 bits. Behind codes come their scales
+// [page_size], float32: element = code * scale. Both are made of what would be stored as bf16 (quantize.h).
 //
 // Decode and extend attention add in the same order (attention_keys.h, attention_state.h), so a token's result has the
 // same bits from both.
@@ -9,9 +12,15 @@
 namespace baton {
 
 struct KVPages {
-  bf16* k;
-  bf16* v;
+  char* k;
+  char* v;
   int64_t page_size, num_kv_heads, head_dim;  // head_dim: a multiple of 16, at most 256
+  bool has_codes;
+
+  int64_t row_nbytes() const { return has_codes ? head_dim : 2 * head_dim; }
+  int64_t rows_nbytes() const { return page_size * row_nbytes(); }
+  int64_t head_nbytes() const { return rows_nbytes() + (has_codes ? page_size * int64_t(sizeof(float)) : 0); }
+  int64_t page_nbytes() const { return num_kv_heads * head_nbytes(); }
 };
 
 // The sequences b of a batch. page_table [b][table_stride] has the pages of each one in order.

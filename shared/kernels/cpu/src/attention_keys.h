@@ -23,24 +23,85 @@ inline __mmask16 lanes_of_keys(int64_t first, int64_t count) {
 // The lanes before and up to the last of the first `count` keys.
 inline int64_t num_lanes(int64_t count) { return count >= 16 ? kKeys : kRuns * count; }
 
-// The addresses of the keys of a block by lane, for KV head 0. Lanes without a key have the address of another one.
+// The offsets of the keys of a block by lane. Lanes without a key have those of another one.
 struct KeyRows {
   void find(const KVPages& kv, const int32_t* pages, int64_t first, int64_t end) {
-    int64_t in_order[kKeys];
+    int64_t rows_in_order[kKeys], scales_in_order[kKeys];
     count = std::clamp<int64_t>(end - first, 0, kKeys);
-    find_rows(kv, pages, first, count, in_order);
-    for (int64_t lane = 0; lane < kKeys && count > 0; lane++)
-      rows[lane] = in_order[std::min(key_of_lane(lane), count - 1)];
+    find_rows(kv, pages, first, count, rows_in_order, scales_in_order);
+    for (int64_t lane = 0; lane < kKeys && count > 0; lane++) {
+      const int64_t key = std::min(key_of_lane(lane), count - 1);
+      rows[lane] = rows_in_order[key], scales[lane] = scales_in_order[key];
+    }
   }
 
   int64_t count = 0;
-  int64_t rows[kKeys] = {};
+  int64_t rows[kKeys] = {}, scales[kKeys] = {};
 };
 
-// K and V of a block for one KV head.
+// K and V of a block for one KV head: `keys` has offsets from both.
 struct KeyBlock {
-  const bf16 *k, *v;
+  const char *k, *v;
   const KeyRows* keys;
+
+  const bf16* k_row(int64_t lane) const { return reinterpret_cast<const bf16*>(k + keys->rows[lane]); }
+  const bf16* v_row(int64_t lane) const { return reinterpret_cast<const bf16*>(v + keys->rows[lane]); }
+};
+
+// The scales of a block of codes by lane.
+struct KeyScales {
+  alignas(64) float k[kKeys], v[kKeys];
+};
+
+// What strips take of a block: the block itself, or its codes as bf16, which has each of them exactly.
+class KeyReader {
+ public:
+  explicit KeyReader(const KVPages& kv)
+      : kv_(kv), k_(kv.has_codes ? kKeys * kv.head_dim : 0), v_(kv.has_codes ? kKeys * kv.head_dim : 0) {
+    for (int64_t lane = 0; lane < kKeys; lane++) rows_.rows[lane] = lane * kv.head_dim * int64_t(sizeof(bf16));
+  }
+
+  template <class Strips>
+  void give(Strips& strips, const KeyBlock& block, const KeyBlock& next) {
+    if (!kv_.has_codes) return strips.take(block, next);
+    unpack(block, next);
+    const KeyBlock unpacked{reinterpret_cast<const char*>(k_.data), reinterpret_cast<const char*>(v_.data), &rows_};
+    strips.take(unpacked, unpacked);
+  }
+
+  // Of the block that was given last. Null where there are none.
+  const KeyScales* scales() const { return kv_.has_codes ? &scales_ : nullptr; }
+
+ private:
+  [[gnu::noinline]] void unpack(const KeyBlock& block, const KeyBlock& next) {
+    rows_.count = block.keys->count;
+    for (int64_t lane = 0; lane < kRuns; lane++)
+      for (const char* base : {next.k, next.v}) _mm_prefetch(base + next.keys->scales[lane], _MM_HINT_T1);
+    for (int64_t lane = 0; lane < kKeys; lane++) {
+      const int64_t row = block.keys->rows[lane], ahead = next.keys->rows[lane], scale = block.keys->scales[lane];
+      for (int64_t line = 0; line < kv_.head_dim; line += 64) {
+        _mm_prefetch(next.k + ahead + line, _MM_HINT_T1);
+        _mm_prefetch(next.v + ahead + line, _MM_HINT_T1);
+      }
+      for (int64_t d = 0; d < kv_.head_dim; d += 16) {
+        unpack16(block.k + row + d, k_.data + lane * kv_.head_dim + d);
+        unpack16(block.v + row + d, v_.data + lane * kv_.head_dim + d);
+      }
+      std::memcpy(&scales_.k[lane], block.k + scale, sizeof(float));
+      std::memcpy(&scales_.v[lane], block.v + scale, sizeof(float));
+    }
+  }
+
+  static void unpack16(const char* codes, bf16* to) {
+    const __m512i x = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(x)), 16);  // the lower half is 0
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(upper));
+  }
+
+  const KVPages kv_;
+  const Scratch<bf16> k_, v_;  // [lanes][head_dim]
+  KeyRows rows_;
+  KeyScales scales_;
 };
 
 // A block packed once for all rows of a task: K by pairs of dims with keys as lanes, V by pairs of keys with dims as
@@ -58,15 +119,14 @@ struct PackedKeys {
 // one of the next block is prefetched.
 inline void PackedKeys::pack(const KeyBlock& block, const KeyBlock& next, int64_t head_dim) const {
   const int64_t chunks = num_chunks(head_dim), dim = 32 * chunks;
-  const int64_t *const rows = block.keys->rows, *const ahead = next.keys->rows;
   for (int64_t lane = 0; lane < kKeys; lane += 16) {
     const __mmask16 there = lanes_of_keys(lane, block.keys->count);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       __m512i square[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
-        square[i] = load_chunk(block.k + rows[lane + i], chunk, head_dim);
-        _mm_prefetch(next.k + ahead[lane + i] + 32 * chunk, _MM_HINT_T1);
+        square[i] = load_chunk(block.k_row(lane + i), chunk, head_dim);
+        _mm_prefetch(next.k_row(lane + i) + 32 * chunk, _MM_HINT_T1);
       }
       transpose(square);
 #pragma GCC unroll 16
@@ -75,9 +135,9 @@ inline void PackedKeys::pack(const KeyBlock& block, const KeyBlock& next, int64_
     }
   }
   auto load_value = [&](int64_t lane, int64_t chunk) {
-    _mm_prefetch(next.v + ahead[lane] + 32 * chunk, _MM_HINT_T1);
+    _mm_prefetch(next.v_row(lane) + 32 * chunk, _MM_HINT_T1);
     const __mmask16 there = key_of_lane(lane) < block.keys->count ? 0xffff : 0;
-    return _mm512_maskz_mov_epi32(there, load_chunk(block.v + rows[lane], chunk, head_dim));
+    return _mm512_maskz_mov_epi32(there, load_chunk(block.v_row(lane), chunk, head_dim));
   };
   for (int64_t lane = 0; lane < kKeys; lane += 2)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {

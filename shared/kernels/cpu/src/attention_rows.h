@@ -53,13 +53,17 @@ inline __m512 exp2_16(__m512 x) {
 
 inline float exp2_one(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
 
-// Offsets of tokens [first, first + count) of a sequence, in elements from the first row of head 0. Head h adds
-// h * page_size * head_dim.
-inline void find_rows(const KVPages& kv, const int32_t* pages, int64_t first, int64_t count, int64_t* rows) {
+// Offsets in bytes of the rows of tokens [first, first + count) of a sequence, and of their scales, from the first page
+// and for head 0. Head h adds h * head_nbytes().
+inline void find_rows(const KVPages& kv, const int32_t* pages, int64_t first, int64_t count, int64_t* rows,
+                      int64_t* scales) {
   int64_t page = first / kv.page_size, slot = first % kv.page_size;
   for (int64_t i = 0; i < count; page++, slot = 0) {
-    int64_t row = (pages[page] * kv.num_kv_heads * kv.page_size + slot) * kv.head_dim;
-    for (; i < count && slot < kv.page_size; i++, slot++, row += kv.head_dim) rows[i] = row;
+    const int64_t begin = pages[page] * kv.page_nbytes();
+    for (; i < count && slot < kv.page_size; i++, slot++) {
+      rows[i] = begin + slot * kv.row_nbytes();
+      scales[i] = begin + kv.rows_nbytes() + slot * int64_t(sizeof(float));
+    }
   }
 }
 

@@ -56,13 +56,15 @@ constexpr float kHeadroom = 8;
 }
 
 // Turns the products of the first row of `row` into weights. If kMasked, the weights of keys from `visible` on are 0.
+// With `scales` products are of codes, and so are those that the weights are for; the totals are of weights alone.
 template <bool kMasked>
-[[gnu::always_inline]] inline void softmax_row(const float* products, int64_t visible, __m512 scale, const States& row,
-                                               bf16* weights) {
+[[gnu::always_inline]] inline void softmax_row(const float* products, int64_t visible, __m512 scale,
+                                               const KeyScales* scales, const States& row, bf16* weights) {
   static_assert(kKeys == 64);
   __m512 x[4], w[4];
   for (int i = 0; i < 4; i++) {
     x[i] = _mm512_load_ps(products + 16 * i);
+    if (scales) x[i] = _mm512_mul_ps(x[i], _mm512_load_ps(scales->k + 16 * i));
     if (kMasked) x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes_of_keys(16 * i, visible), x[i]);
   }
   const __m512 highest = _mm512_mul_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])), scale);
@@ -71,7 +73,7 @@ template <bool kMasked>
   const __m512 reference = _mm512_set1_ps(*row.references);
   for (int i = 0; i < 4; i++) {
     w[i] = rough_exp2_16(_mm512_fmsub_ps(x[i], scale, reference));
-    store16(weights + 16 * i, w[i]);
+    store16(weights + 16 * i, scales ? _mm512_mul_ps(w[i], _mm512_load_ps(scales->v + 16 * i)) : w[i]);
   }
   const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
   _mm512_store_ps(row.totals, _mm512_add_ps(_mm512_load_ps(row.totals), sum));
@@ -81,7 +83,7 @@ template <bool kMasked>
 // first visible(i) keys of the block, and no row sees fewer than the row before it.
 template <class Strips, class Visible>
 [[gnu::always_inline]] inline void add_block(Strips& strips, const bf16* q, int64_t num_rows, __m512 scale,
-                                             const States& states, Visible&& visible) {
+                                             const KeyScales* scales, const States& states, Visible&& visible) {
   alignas(64) float products[Strips::kHeight * kKeys];
   alignas(64) bf16 weights[Strips::kHeight * kKeys];
   for (int64_t first = 0; first < num_rows; first += Strips::kHeight) {
@@ -92,8 +94,8 @@ template <class Strips, class Visible>
     const bool see_all = visible(first) >= kKeys;
     for (int64_t i = 0; i < rows; i++) {
       const States row = states.from(first + i);
-      if (see_all) softmax_row<false>(products + i * kKeys, kKeys, scale, row, weights + i * kKeys);
-      else softmax_row<true>(products + i * kKeys, visible(first + i), scale, row, weights + i * kKeys);
+      if (see_all) softmax_row<false>(products + i * kKeys, kKeys, scale, scales, row, weights + i * kKeys);
+      else softmax_row<true>(products + i * kKeys, visible(first + i), scale, scales, row, weights + i * kKeys);
     }
     strips.add_values(rows, weights, num_lanes(most), states.sums + first * states.dim);
   }

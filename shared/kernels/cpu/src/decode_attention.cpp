@@ -37,6 +37,7 @@ void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std:
   const __m512 scale = _mm512_set1_ps(score_scale(head_dim));
   const Scratch<bf16> q(call.num_heads * dim);  // of the task's sequence
   Strips strips(head_dim);
+  KeyReader reader(call.kv);
   for (;;) {
     const Block& block = blocks.next();
     if (!block.task) return;
@@ -52,12 +53,11 @@ void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std:
     }
     const Block& next = blocks.ahead();
     for (int64_t kv_head = task.first_head; kv_head < task.end_head; kv_head++) {
-      const KeyBlock now{call.k(kv_head), call.v(kv_head), &block.keys};
-      const int64_t after = next.task ? next.task->first_head : kv_head;
-      if (kv_head + 1 < task.end_head) strips.take(now, {call.k(kv_head + 1), call.v(kv_head + 1), &block.keys});
-      else strips.take(now, {call.k(after), call.v(after), next.task ? &next.keys : &block.keys});
+      const KeyBlock now = call.block(kv_head, block.keys);
+      if (kv_head + 1 < task.end_head) reader.give(strips, now, call.block(kv_head + 1, block.keys));
+      else reader.give(strips, now, next.task ? call.block(next.task->first_head, next.keys) : now);
       const int64_t head = kv_head * call.group;
-      add_block(strips, q.data + head * dim, call.group, scale, states.from(head),
+      add_block(strips, q.data + head * dim, call.group, scale, reader.scales(), states.from(head),
                 [&](int64_t) { return block.keys.count; });
     }
     if (block.is_last && num_splits[task.b] == 1) finish(call, splits, task.b, task.split, 1, first_head, end_head);
@@ -120,12 +120,12 @@ void decode_attention(Team& team, const bf16* q, const KVPages& kv, const Sequen
 
 }  // namespace baton
 
-extern "C" void baton_decode_attention(void* team, const uint16_t* q, uint16_t* k_pages, uint16_t* v_pages,
-                                       int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
+extern "C" void baton_decode_attention(void* team, const uint16_t* q, char* k_pages, char* v_pages,
+                                       int64_t page_size, int64_t num_kv_heads, int64_t head_dim, int64_t has_codes,
                                        int64_t num_sequences, const int32_t* page_table, int64_t table_stride,
                                        const int64_t* starts, const int64_t* lengths, int64_t num_heads,
                                        uint16_t* out) {
-  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim};
+  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim, has_codes != 0};
   const baton::Sequences sequences{num_sequences, page_table, table_stride, starts, lengths};
   baton::decode_attention(*static_cast<baton::Team*>(team), q, kv, sequences, num_heads, out);
 }

@@ -19,8 +19,10 @@ struct Call {
 
   int64_t context(int64_t b) const { return sequences.starts[b] + sequences.lengths[b]; }
   const int32_t* pages(int64_t b) const { return sequences.page_table + b * sequences.table_stride; }
-  const bf16* k(int64_t kv_head) const { return kv.k + kv_head * kv.page_size * kv.head_dim; }
-  const bf16* v(int64_t kv_head) const { return kv.v + kv_head * kv.page_size * kv.head_dim; }
+  KeyBlock block(int64_t kv_head, const KeyRows& keys) const {
+    const int64_t offset = kv_head * kv.head_nbytes();
+    return {kv.k + offset, kv.v + offset, &keys};
+  }
   int64_t padded_dim() const { return 32 * num_chunks(kv.head_dim); }
 };
 

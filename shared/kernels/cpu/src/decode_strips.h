@@ -57,7 +57,7 @@ class HeadStrips {
   }
 
   // Four pairs of dims of 16 keys, with keys as lanes.
-  static void load_pairs(const bf16* k, const int64_t* rows, __m512i (&pairs)[4]) {
+  static void load_pairs(const char* k, const int64_t* rows, __m512i (&pairs)[4]) {
     __m512i x[4];  // row 4 * l + i in quarter l of x[i]
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -82,10 +82,10 @@ class HeadStrips {
       for (int h = 0; h < Heads; h++) sums[h] = _mm512_setzero_ps();
       for (int64_t d = 0; d < head_dim(); d += 8) {
         __m512i pairs[4];
-        load_pairs(block_.k + d, block_.keys->rows + lane, pairs);
+        load_pairs(block_.k + d * int64_t(sizeof(bf16)), block_.keys->rows + lane, pairs);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++, line++)
-          _mm_prefetch(next_.k + next_.keys->rows[line / chunks] + line % chunks * 32, _MM_HINT_T1);
+          _mm_prefetch(next_.k_row(line / chunks) + line % chunks * 32, _MM_HINT_T1);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
 #pragma GCC unroll 4
@@ -98,17 +98,16 @@ class HeadStrips {
   template <int Heads, int Chunks>
   [[gnu::noinline]] void add_values_of(int64_t c, const bf16* weights, int64_t num_lanes, float* sums) const {
     const int64_t dim = padded_dim();
-    const int64_t *const rows = block_.keys->rows, *const ahead = next_.keys->rows;
     __m512 x[Heads][2 * Chunks];
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; h++)
 #pragma GCC unroll 8
       for (int i = 0; i < 2 * Chunks; i++) x[h][i] = _mm512_load_ps(sums + h * dim + 32 * c + 16 * i);
     for (int64_t lane = 0; lane < num_lanes; lane += 2) {
-      const bf16 *even = block_.v + rows[lane], *odd = block_.v + rows[lane + 1];
+      const bf16 *even = block_.v_row(lane), *odd = block_.v_row(lane + 1);
       for (int64_t d = 0; c == 0 && d < head_dim(); d += 32) {
-        _mm_prefetch(next_.v + ahead[lane] + d, _MM_HINT_T1);
-        _mm_prefetch(next_.v + ahead[lane + 1] + d, _MM_HINT_T1);
+        _mm_prefetch(next_.v_row(lane) + d, _MM_HINT_T1);
+        _mm_prefetch(next_.v_row(lane + 1) + d, _MM_HINT_T1);
       }
       __m512i values[2 * Chunks];
 #pragma GCC unroll 4

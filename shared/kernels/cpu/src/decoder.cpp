@@ -73,9 +73,11 @@ class Decoder {
 };
 
 KVPages Decoder::pages_of(int64_t layer) const {
-  const int64_t size = pool_.num_pages * pool_.page_size * model_.num_kv_heads * model_.head_dim;
-  bf16* k = pool_.pages + 2 * layer * size;
-  return {k, k + size, pool_.page_size, model_.num_kv_heads, model_.head_dim};
+  KVPages kv{nullptr, nullptr, pool_.page_size, model_.num_kv_heads, model_.head_dim, pool_.has_codes != 0};
+  const int64_t nbytes = pool_.num_pages * kv.page_nbytes();
+  kv.k = pool_.pages + 2 * layer * nbytes;
+  kv.v = kv.k + nbytes;
+  return kv;
 }
 
 // Collects the input tokens. False where one is outside the vocabulary.

@@ -28,8 +28,8 @@ struct DecoderDesc {
 
 // The KV pool: pages of K of layer 0, of V of layer 0, of K of layer 1, ...
 struct KVPool {
-  bf16* pages;
-  int64_t num_pages, page_size;
+  char* pages;
+  int64_t num_pages, page_size, has_codes;
 };
 
 // B sequences with T new tokens: extends first, then `num_decodes` decodes of one token each.

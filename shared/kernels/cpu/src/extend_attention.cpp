@@ -53,7 +53,7 @@ void end_split(const Workspace& work, int64_t row, int64_t key) {
 }
 
 template <class Strips>
-void attend(const Call& call, const Task& task, Workspace& work, Strips& strips) {
+void attend(const Call& call, const Task& task, Workspace& work, Strips& strips, KeyReader& reader) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim(), group = call.group();
   const int64_t num_rows = (task.end - task.first) * group, start = call.sequences.starts[task.b];
   auto offset = [&](int64_t row) {  // in q and in out
@@ -69,8 +69,8 @@ void attend(const Call& call, const Task& task, Workspace& work, Strips& strips)
 
   const __m512 scale = _mm512_set1_ps(score_scale(head_dim));
   const int64_t num_keys = start + call.sequences.lengths[task.b], end = start + task.end;
-  const int64_t head_offset = task.kv_head * call.kv.page_size * head_dim;
-  const bf16 *k = call.kv.k + head_offset, *v = call.kv.v + head_offset;
+  const int64_t head_offset = task.kv_head * call.kv.head_nbytes();
+  const char *k = call.kv.k + head_offset, *v = call.kv.v + head_offset;
   KeyRows keys, next;
   next.find(call.kv, call.pages(task.b), 0, num_keys);
   for (int64_t key = 0; key < end; key += kKeys) {
@@ -81,8 +81,8 @@ void attend(const Call& call, const Task& task, Workspace& work, Strips& strips)
       }
     keys = next;
     next.find(call.kv, call.pages(task.b), key + kKeys, key + kKeys < end ? num_keys : 0);
-    strips.take({k, v, &keys}, {k, v, next.count > 0 ? &next : &keys});
-    add_block(strips, work.q.data, num_rows, scale, work.split,
+    reader.give(strips, {k, v, &keys}, {k, v, next.count > 0 ? &next : &keys});
+    add_block(strips, work.q.data, num_rows, scale, reader.scales(), work.split,
               [&](int64_t row) { return position(row) + 1 - key; });
   }
   for (int64_t row = 0; row < num_rows; row++) {
@@ -117,8 +117,9 @@ void attend_all(Team& team, const Call& call) {
   team.run([&](int) {
     Workspace work(call.padded_dim());
     Strips strips(call.kv.head_dim);
+    KeyReader reader(call.kv);
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks.size();)
-      attend(call, tasks[i], work, strips);
+      attend(call, tasks[i], work, strips, reader);
   });
 }
 
@@ -138,12 +139,12 @@ void extend_attention(Team& team, const bf16* q, const KVPages& kv, const Sequen
 
 }  // namespace baton
 
-extern "C" void baton_extend_attention(void* team, const uint16_t* q, uint16_t* k_pages, uint16_t* v_pages,
-                                       int64_t page_size, int64_t num_kv_heads, int64_t head_dim,
+extern "C" void baton_extend_attention(void* team, const uint16_t* q, char* k_pages, char* v_pages,
+                                       int64_t page_size, int64_t num_kv_heads, int64_t head_dim, int64_t has_codes,
                                        int64_t num_sequences, const int32_t* page_table, int64_t table_stride,
                                        const int64_t* starts, const int64_t* lengths, int64_t num_heads,
                                        uint16_t* out) {
-  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim};
+  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim, has_codes != 0};
   const baton::Sequences sequences{num_sequences, page_table, table_stride, starts, lengths};
   baton::extend_attention(*static_cast<baton::Team*>(team), q, kv, sequences, num_heads, out);
 }

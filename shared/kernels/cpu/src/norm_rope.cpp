@@ -6,6 +6,7 @@
 namespace baton {
 namespace {
 
+constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kTokens = 4;  // tokens of one task, which takes some microseconds
 
 template <class F>
@@ -54,6 +55,21 @@ void cos_sin16(__m512 angle, __m512& cosine, __m512& sine) {
   };
   sine = negate_if(_mm512_mask_blend_ps(odd, s, c), quadrant);
   cosine = negate_if(_mm512_mask_blend_ps(odd, c, s), _mm512_add_epi32(quadrant, _mm512_set1_epi32(1)));
+}
+
+// Stores x [head_dim] as row `offset` of a head of a page, which begins at `to`.
+void write_row(const KVPages& kv, char* to, int64_t offset, const bf16* x) {
+  char* const row = to + offset * kv.row_nbytes();
+  if (!kv.has_codes) {
+    std::memcpy(row, x, size_t(kv.row_nbytes()));
+    return;
+  }
+  float scale;
+  int32_t sum;
+  const Codes codes{reinterpret_cast<int8_t*>(row), &scale, &sum, kv.head_dim, kv.head_dim, nullptr};
+  quantize_row(codes, 0, [&](int64_t i) { return load_lanes(x + i, lanes_below(kv.head_dim, i)); },
+               [&](int64_t i) { return to_float(x[i]); });
+  std::memcpy(to + kv.rows_nbytes() + offset * int64_t(sizeof scale), &scale, sizeof scale);
 }
 
 // Applies the norm (if `weight` is given) and the rotation to one head.
@@ -141,9 +157,11 @@ void norm_rope_write(Team& team, const bf16* qkv, int64_t T, int64_t num_heads, 
     };
     for (int64_t head = 0; head < num_heads; head++) rotate(head, q + (t * num_heads + head) * D);
     for (int64_t head = 0; head < K; head++) {
-      const int64_t place = ((pages[t] * K + head) * kv.page_size + offsets[t]) * D;
-      rotate(num_heads + head, kv.k + place);
-      std::memcpy(kv.v + place, x + (num_heads + K + head) * D, size_t(D) * sizeof(bf16));
+      const int64_t place = pages[t] * kv.page_nbytes() + head * kv.head_nbytes();
+      bf16 key[kMaxHeadDim];
+      rotate(num_heads + head, key);
+      write_row(kv, kv.k + place, offsets[t], key);
+      write_row(kv, kv.v + place, offsets[t], x + (num_heads + K + head) * D);
     }
   });
 }
@@ -174,8 +192,8 @@ extern "C" void baton_rotary_cos_sin(Team* team, const int64_t* positions, int64
 
 extern "C" void baton_norm_rope_write(Team* team, const bf16* qkv, int64_t T, int64_t num_heads, int64_t num_kv_heads,
                                       int64_t head_dim, const float* norm_weight, float eps, const float* cos_sin,
-                                      bf16* k_pages, bf16* v_pages, int64_t page_size, const int64_t* pages,
-                                      const int64_t* offsets, bf16* q) {
-  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim};
+                                      char* k_pages, char* v_pages, int64_t page_size, int64_t has_codes,
+                                      const int64_t* pages, const int64_t* offsets, bf16* q) {
+  const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim, has_codes != 0};
   baton::norm_rope_write(*team, qkv, T, num_heads, {norm_weight, eps}, cos_sin, kv, pages, offsets, q);
 }
