@@ -12,7 +12,7 @@ from shared.kernels.cpu.library import Team, load_library
 BUILDS = {
     "as-built": (),
     "emulated-amx": ("-DBATON_EMULATE_AMX",),
-    "plain-avx512": ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-amx-tile"),
+    "plain-avx512": ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512vbmi", "-mno-amx-tile"),
 }
 
 

@@ -63,7 +63,8 @@ class KeyReader {
 
   template <class Strips>
   void give(Strips& strips, const KeyBlock& block, const KeyBlock& next) {
-    if (!kv_.has_codes) return strips.take(block, next);
+    if (kv_.has_codes) read_scales(block, next);
+    if (!kv_.has_codes || Strips::kTakesCodes) return strips.take(block, next);
     unpack(block, next);
     const KeyBlock unpacked{reinterpret_cast<const char*>(k_.data), reinterpret_cast<const char*>(v_.data), &rows_};
     strips.take(unpacked, unpacked);
@@ -73,12 +74,19 @@ class KeyReader {
   const KeyScales* scales() const { return kv_.has_codes ? &scales_ : nullptr; }
 
  private:
-  [[gnu::noinline]] void unpack(const KeyBlock& block, const KeyBlock& next) {
-    rows_.count = block.keys->count;
+  void read_scales(const KeyBlock& block, const KeyBlock& next) {
     for (int64_t lane = 0; lane < kRuns; lane++)
       for (const char* base : {next.k, next.v}) _mm_prefetch(base + next.keys->scales[lane], _MM_HINT_T1);
     for (int64_t lane = 0; lane < kKeys; lane++) {
-      const int64_t row = block.keys->rows[lane], ahead = next.keys->rows[lane], scale = block.keys->scales[lane];
+      std::memcpy(&scales_.k[lane], block.k + block.keys->scales[lane], sizeof(float));
+      std::memcpy(&scales_.v[lane], block.v + block.keys->scales[lane], sizeof(float));
+    }
+  }
+
+  [[gnu::noinline]] void unpack(const KeyBlock& block, const KeyBlock& next) {
+    rows_.count = block.keys->count;
+    for (int64_t lane = 0; lane < kKeys; lane++) {
+      const int64_t row = block.keys->rows[lane], ahead = next.keys->rows[lane];
       for (int64_t line = 0; line < kv_.head_dim; line += 64) {
         _mm_prefetch(next.k + ahead + line, _MM_HINT_T1);
         _mm_prefetch(next.v + ahead + line, _MM_HINT_T1);
@@ -87,8 +95,6 @@ class KeyReader {
         unpack16(block.k + row + d, k_.data + lane * kv_.head_dim + d);
         unpack16(block.v + row + d, v_.data + lane * kv_.head_dim + d);
       }
-      std::memcpy(&scales_.k[lane], block.k + scale, sizeof(float));
-      std::memcpy(&scales_.v[lane], block.v + scale, sizeof(float));
     }
   }
 

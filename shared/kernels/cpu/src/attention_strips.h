@@ -13,6 +13,7 @@ namespace baton {
 class VectorStrips {
  public:
   static constexpr int64_t kHeight = 6;
+  static constexpr bool kTakesCodes = false;
 
   explicit VectorStrips(int64_t head_dim)
       : head_dim_(head_dim), dim_(32 * num_chunks(head_dim)), keys_(dim_) {}
@@ -111,6 +112,7 @@ class VectorStrips {
 class TileStrips {
  public:
   static constexpr int64_t kHeight = 32;
+  static constexpr bool kTakesCodes = false;
 
   explicit TileStrips(int64_t head_dim) : head_dim_(head_dim), dim_(32 * num_chunks(head_dim)), keys_(dim_) {}
   ~TileStrips() { amx::release(); }

@@ -100,6 +100,15 @@ void attend(Team& team, const Call& call) {
   });
 }
 
+template <class Bytes>
+void attend_by_heads(Team& team, const Call& call) {
+  switch (call.kv.head_dim) {
+    case 64: return attend<HeadStrips<64, Bytes>>(team, call);
+    case 128: return attend<HeadStrips<128, Bytes>>(team, call);
+    default: return attend<HeadStrips<0, Bytes>>(team, call);
+  }
+}
+
 }  // namespace
 }  // namespace baton::decode
 
@@ -111,11 +120,10 @@ void decode_attention(Team& team, const bf16* q, const KVPages& kv, const Sequen
 #ifdef BATON_HAS_AMX
   if (amx::permitted()) return decode::attend<TileStrips>(team, call);
 #endif
-  switch (kv.head_dim) {
-    case 64: return decode::attend<decode::HeadStrips<64>>(team, call);
-    case 128: return decode::attend<decode::HeadStrips<128>>(team, call);
-    default: return decode::attend<decode::HeadStrips<0>>(team, call);
-  }
+#ifdef BATON_HAS_CODE_BYTES
+  if (kv.has_codes) return decode::attend_by_heads<CodeBytes>(team, call);
+#endif
+  decode::attend_by_heads<void>(team, call);
 }
 
 }  // namespace baton

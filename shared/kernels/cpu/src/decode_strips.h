@@ -5,14 +5,17 @@
 // of K are read one after the other, as the hardware prefetches them.
 #pragma once
 #include "attention_keys.h"
+#include "code_bytes.h"
 
 namespace baton::decode {
 
-// Strips of up to 4 heads. HeadDim is head_dim as a constant, or 0.
-template <int HeadDim>
+// Strips of up to 4 heads. HeadDim is head_dim as a constant, or 0. Rows are bf16, or codes that become bf16 in
+// registers: then Bytes is CodeBytes instead of void.
+template <int HeadDim, class Bytes>
 class HeadStrips {
  public:
   static constexpr int64_t kHeight = 4;
+  static constexpr bool kTakesCodes = !std::is_void_v<Bytes>;
 
   explicit HeadStrips(int64_t head_dim) : any_head_dim_(head_dim) {}
 
@@ -56,8 +59,11 @@ class HeadStrips {
     return _mm512_set1_epi32(value);
   }
 
-  // Four pairs of dims of 16 keys, with keys as lanes.
-  static void load_pairs(const char* k, const int64_t* rows, __m512i (&pairs)[4]) {
+  static constexpr int64_t kElementNbytes = kTakesCodes ? 1 : sizeof(bf16);
+  static constexpr int64_t kLine = 64 / kElementNbytes;  // dims of a cache line
+
+  // Four times four bytes of 16 keys, pairs of dims or quads of codes, with keys as lanes.
+  static void load_keys(const char* k, const int64_t* rows, __m512i (&pairs)[4]) {
     __m512i x[4];  // row 4 * l + i in quarter l of x[i]
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -75,21 +81,30 @@ class HeadStrips {
 
   template <int Heads>
   [[gnu::noinline]] void multiply_keys_of(const bf16* q, float* products) const {
-    const int64_t dim = padded_dim(), chunks = num_chunks(head_dim());
+    const int64_t dim = padded_dim(), lines = (head_dim() + kLine - 1) / kLine;
     int64_t line = 0;  // of the next block
     for (int64_t lane = 0; lane < kKeys; lane += 16) {
       __m512 sums[Heads];
       for (int h = 0; h < Heads; h++) sums[h] = _mm512_setzero_ps();
-      for (int64_t d = 0; d < head_dim(); d += 8) {
-        __m512i pairs[4];
-        load_pairs(block_.k + d * int64_t(sizeof(bf16)), block_.keys->rows + lane, pairs);
+      for (int64_t d = 0; d < head_dim(); d += 16 / kElementNbytes) {
+        __m512i keys[4];
+        load_keys(block_.k + d * kElementNbytes, block_.keys->rows + lane, keys);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++, line++)
-          _mm_prefetch(next_.k_row(line / chunks) + line % chunks * 32, _MM_HINT_T1);
+          _mm_prefetch(next_.k + next_.keys->rows[line / lines] + line % lines * 64, _MM_HINT_T1);
+        const auto add = [&](int64_t first, __m512i pairs) {
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++)
+          for (int h = 0; h < Heads; h++) sums[h] = dot_pairs(sums[h], pair(q + h * dim + first), pairs);
+        };
 #pragma GCC unroll 4
-          for (int h = 0; h < Heads; h++) sums[h] = dot_pairs(sums[h], pair(q + h * dim + d + 2 * i), pairs[i]);
+        for (int i = 0; i < 4; i++) {
+          if constexpr (kTakesCodes) {
+            const Bytes bytes(keys[i]);
+            add(d + 4 * i, bytes.pairs(0)), add(d + 4 * i + 2, bytes.pairs(2));
+          } else {
+            add(d + 2 * i, keys[i]);
+          }
+        }
       }
       for (int h = 0; h < Heads; h++) _mm512_store_ps(products + h * kKeys + lane, sums[h]);
     }
@@ -104,17 +119,23 @@ class HeadStrips {
 #pragma GCC unroll 8
       for (int i = 0; i < 2 * Chunks; i++) x[h][i] = _mm512_load_ps(sums + h * dim + 32 * c + 16 * i);
     for (int64_t lane = 0; lane < num_lanes; lane += 2) {
-      const bf16 *even = block_.v_row(lane), *odd = block_.v_row(lane + 1);
-      for (int64_t d = 0; c == 0 && d < head_dim(); d += 32) {
-        _mm_prefetch(next_.v_row(lane) + d, _MM_HINT_T1);
-        _mm_prefetch(next_.v_row(lane + 1) + d, _MM_HINT_T1);
+      const char *even = block_.v + block_.keys->rows[lane], *odd = block_.v + block_.keys->rows[lane + 1];
+      for (int64_t d = 0; c == 0 && d < head_dim(); d += kLine) {
+        _mm_prefetch(next_.v + next_.keys->rows[lane] + d * kElementNbytes, _MM_HINT_T1);
+        _mm_prefetch(next_.v + next_.keys->rows[lane + 1] + d * kElementNbytes, _MM_HINT_T1);
       }
       __m512i values[2 * Chunks];
 #pragma GCC unroll 4
       for (int i = 0; i < Chunks; i++) {
-        const __m512i a = load_chunk(even, c + i, head_dim()), b = load_chunk(odd, c + i, head_dim());
-        values[2 * i] = interleave_low(a, b);
-        values[2 * i + 1] = interleave_high(a, b);
+        if constexpr (kTakesCodes) {
+          const int64_t first = 32 * (c + i);
+          const Bytes bytes = Bytes::of_rows(even + first, odd + first, head_dim() - first);
+          values[2 * i] = bytes.interleaved(0), values[2 * i + 1] = bytes.interleaved(4);
+        } else {
+          const __m512i a = load_chunk(reinterpret_cast<const bf16*>(even), c + i, head_dim());
+          const __m512i b = load_chunk(reinterpret_cast<const bf16*>(odd), c + i, head_dim());
+          values[2 * i] = interleave_low(a, b), values[2 * i + 1] = interleave_high(a, b);
+        }
       }
 #pragma GCC unroll 4
       for (int h = 0; h < Heads; h++) {
