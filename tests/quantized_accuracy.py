@@ -45,14 +45,19 @@ def held_out(num_windows: int, length: int) -> list[list[int]]:
     return [ids[i * length : (i + 1) * length].tolist() for i in range(num_windows)]
 
 
-def native_logits(folder: Path, windows: list[list[int]], quantization: str | None = None) -> torch.Tensor:
+def native_logits(
+    folder: Path,
+    windows: list[list[int]],
+    quantization: str | None = None,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
     """Logits [tokens, V] of every position of all windows, each a prefill of its own."""
     config = load_model_config(folder)
     if quantization is not None:
         config = replace(config, quantization=quantize_on_load(quantization))
     model = native_model(folder, config, 2, ())
     pages = -(-len(windows[0]) // PAGE_SIZE)
-    pool = kv_pool(config, 1 + pages, PAGE_SIZE, torch.bfloat16)
+    pool = kv_pool(config, 1 + pages, PAGE_SIZE, kv_dtype)
     limits = ForwardLimits(num_rows=1, context_length=len(windows[0]), max_tokens=len(windows[0]))
     with closing(model.bind(pool, Progress(), limits)) as backend:
         future_map, tables = FutureMap(1, CPU), 1 + np.arange(pages, dtype=np.int32)[None]

@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shared.model.files import resolve_model
 from tests.bench.table import Row
 from tests.quantized_accuracy import (
@@ -44,6 +46,8 @@ def main() -> Iterator[dict[str, Any]]:
 
     yield row("float32", Distance.of(exact, exact, windows))
     yield row("bf16", Distance.of(native_logits(builtin, windows), exact, windows))
+    logits = native_logits(builtin, windows, kv_dtype=torch.int8)
+    yield row("--kv-cache-dtype int8", Distance.of(logits, exact, windows))
     for flag, quantization in ON_LOAD.items():
         yield row(flag, Distance.of(native_logits(builtin, windows, quantization), exact, windows))
     with tempfile.TemporaryDirectory() as scratch:

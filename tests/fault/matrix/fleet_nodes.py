@@ -42,9 +42,10 @@ TORCH = Computing((), 1e-4)
 def link_flags(transport: str, kv_port: int) -> tuple[str, ...]:
     """What a node is told so that its pages travel over `transport`; only tcp and tls have a `kv_port`."""
     if transport not in OVER_HOSTILE_NETWORKS:
-        return ("--kv-transfer", transport)
+        kv_dtype = () if transport == Transport.SHM else ("--kv-cache-dtype", "int8")
+        return ("--kv-transfer", transport, *kv_dtype)
     tls = ("--kv-tls",) if transport == "tls" else ()
-    return ("--kv-transfer", "tcp", "--kv-port", str(kv_port), *tls)
+    return ("--kv-transfer", "tcp", "--kv-port", str(kv_port), *tls, "--kv-cache-dtype", "int8")
 
 
 def make_fleet_key(folder: Path) -> tuple[str, str]:
@@ -118,7 +119,7 @@ def make_matrix_model(folder: Path, **overrides: int) -> Path:
 
 
 def make_matrix_models(folder: Path) -> dict[Transport, Path]:
-    """The model of each transport: over shared memory in bf16, over the others with int8 weights (W8A8)."""
+    """The model of each transport: over shared memory in bf16, over the others W8A8 (with KV of int8, `link_flags`)."""
     dense = make_matrix_model(folder / "dense")
     w8a8 = quantize_folder(dense, folder / "w8a8", compressed_tensors(8, activations=True))
     return {transport: dense if transport is Transport.SHM else w8a8 for transport in Transport}

@@ -59,3 +59,8 @@ def test_what_is_made_while_loading_is_near_the_model(
 ) -> None:
     assert flag in ON_LOAD.values()
     assert Distance.of(native_logits(resolve_model("builtin"), windows, flag), exact, windows).kl < most
+
+
+def test_a_kv_cache_of_int8_is_near_one_of_bf16(windows: list[list[int]], exact: torch.Tensor) -> None:
+    builtin = resolve_model("builtin")
+    assert Distance.of(native_logits(builtin, windows, kv_dtype=torch.int8), exact, windows).kl < 0.0005
