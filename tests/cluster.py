@@ -17,7 +17,7 @@ from shared.engine.build import Engine
 from shared.engine.loop_parts import NodeParts
 from shared.engine.vitals import Vitals
 from shared.kvcache.audit import audit, audit_idle
-from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.sides import TransferSides

@@ -16,7 +16,7 @@ import torch
 
 from shared.config import TransferOptions
 from shared.errors import LinkError
-from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.link import Copier, Link, LinkSpec, Stepped
 from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.transports.choice import HOST_SLOT_NBYTES, Transports
 from shared.kvtransfer.transports.common import RingArrival, receive_into
@@ -48,37 +48,46 @@ class HostMemory:
 
 def fake_transports(network: FakeNetwork, party: str, options: TransferOptions) -> Transports:
     """The data links of a party that has joined."""
+    factory = FakeLinkFactory(network, party, options, HostMemory())
     slot_nbytes = options.slot_nbytes or HOST_SLOT_NBYTES
-    factory = FakeLinkFactory(network, party, options, slot_nbytes, HostMemory())
-    return Transports({"fake": factory}, slot_nbytes=slot_nbytes)
+    return Transports({"fake": factory}, FakeLinkRunner(network, party), slot_nbytes=slot_nbytes)
+
+
+@dataclass(frozen=True)
+class FakeLinkRunner:
+    """The network steps the links of one party. Copies are made at once."""
+
+    network: FakeNetwork
+    party: str
+
+    def drive(self, name: str, link: Stepped) -> Callable[[float], bool]:
+        self.network.add_loop(self.party, link)
+
+        def join(timeout_s: float) -> bool:
+            """What can be done without time passing is done."""
+            while not link.finished and link.step(block=False):
+                pass
+            return link.finished
+
+        return join
+
+    def new_copier(self, name: str) -> Copier:
+        return _InlineCopier()
 
 
 class FakeLinkFactory:
-    """Links of one party; the network steps their loops."""
+    """Links of one party."""
 
     def __init__(
-        self,
-        network: FakeNetwork,
-        party: str,
-        options: TransferOptions,
-        slot_nbytes: int,
-        memory: LinkMemory,
+        self, network: FakeNetwork, party: str, options: TransferOptions, memory: LinkMemory
     ) -> None:
         self._network = network
         self._party = party
         self._options = options
-        self._slot_nbytes = slot_nbytes
         self._memory = memory
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return None
-
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        self._network.add_loop(self._party, loop)
-        return _FakeDriver(loop)
-
-    def new_copier(self, name: str) -> Copier:
-        return _InlineCopier()
 
     def new_slot(self, nbytes: int) -> Slot:
         return self._memory.new_slot(nbytes)
@@ -99,8 +108,7 @@ class FakeLinkFactory:
         if spec.store.check([f"fake/{1 - spec.rank}"]):
             if wire.secrets[0] != wire.secrets[1]:
                 raise LinkError(f"the peer of link {spec.name} failed the challenge")
-            ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
-            link = FakeLink(wire, self._party, spec.rank, ring, self._memory, on_dead)
+            link = FakeLink(wire, self._party, spec.rank, spec.ring, self._memory, on_dead)
             wire.ends[spec.rank] = link
             # The peer builds its end by its deadline or never. Then its socket is closed.
             network.schedule_for(self._party, wire.deadlines[1 - spec.rank], link.check_peer, counts=False)
@@ -191,7 +199,6 @@ class FakeLink:
         self.abort()
         self._ops.clear()
         self.receives.clear()
-        self._ring.close()
 
     def peer_gone(self, reason: str) -> None:
         """The other end is dead: the canary notices soon, an op perhaps only at its timeout."""
@@ -296,17 +303,6 @@ class _InlineCopier:
 
     def shutdown(self, wait: bool = True) -> None:
         return
-
-
-@dataclass(frozen=True, slots=True)
-class _FakeDriver:
-    loop: Stepped
-
-    def join(self, timeout_s: float) -> bool:
-        """What can be done without time passing is done."""
-        while not self.loop.finished and self.loop.step(block=False):
-            pass
-        return self.loop.finished
 
 
 def _nothing() -> None:

@@ -24,8 +24,8 @@ from shared.engine.loop_parts import NodeParts
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.engine.vitals import Vitals
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import record_digest
-from shared.kvtransfer.links import Endpoint
 from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports

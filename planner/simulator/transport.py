@@ -23,11 +23,11 @@ import torch
 from planner.simulator.events import EventLoop, NodeClock
 from shared.config import TransferOptions
 from shared.errors import LinkError
-from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.endpoint import Endpoint
+from shared.kvtransfer.link import Copier, Link, LinkSpec, Stepped
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
-from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.choice import Transports
 from shared.kvtransfer.transports.common import RingArrival, receive_into
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey
@@ -161,8 +161,8 @@ class SimSides:
         self.peering = self
         self.unreachable: dict[str, str] = {}
         self._transport = transport
-        self._loops: dict[str, Stepped] = {}
-        """Of each link, by its name."""
+        self._stepped: dict[str, Stepped] = {}
+        """Links by their names."""
         self._dialled: set[str] = set()
 
         def endpoint(*, by_sender: bool) -> Endpoint:
@@ -171,7 +171,7 @@ class SimSides:
                 layout=layout,
                 pages=_Pages(transport.page_nbytes),
                 outbox=_Outbox(transport, self.name, clock, by_sender),
-                transports=Transports({"sim": self}, slot_nbytes=MAX_PAGES * transport.page_nbytes),
+                transports=Transports({"sim": self}, self, slot_nbytes=MAX_PAGES * transport.page_nbytes),
                 clock=clock,
                 options=OPTIONS,
                 wake=wake,
@@ -209,19 +209,19 @@ class SimSides:
             self._dialled.add(node.incarnation)
             self.sender.on_connected(node.incarnation)
 
-    # ------------------------------------------------------------------------------------- LinkFactory
-    def obstacle(self, ours: Place, theirs: Place) -> str | None:
-        """None: any two nodes can have a link."""
-
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        """Step the loop of a link whenever something has happened to it, or at this node."""
-        self._loops[name] = loop
+    # ----------------------------------------------------------------------- LinkRunner, LinkFactory
+    def drive(self, name: str, link: Stepped) -> Callable[[float], bool]:
+        """Step a link whenever something has happened to it, or at this node."""
+        self._stepped[name] = link
         self._transport.loop.at(self._transport.loop.now, self.step_link, name)
-        return _Stays()
+        return lambda timeout_s: True
 
     def new_copier(self, name: str) -> Copier:
         """One that copies at once."""
         return _Copier()
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        """None: any two nodes can have a link."""
 
     def new_slot(self, nbytes: int) -> Slot:
         """A size without memory."""
@@ -239,17 +239,17 @@ class SimSides:
 
     def step_links(self) -> None:
         """What the data threads do, until they wait."""
-        for name in list(self._loops):
+        for name in list(self._stepped):
             self.step_link(name)
 
     def step_link(self, name: str) -> None:
         """What the data thread of one link does, until it waits."""
-        if (loop := self._loops.get(name)) is None:
+        if (link := self._stepped.get(name)) is None:
             return
-        while not loop.finished and loop.step(block=False):
+        while not link.finished and link.step(block=False):
             pass
-        if loop.finished:
-            self._loops.pop(name, None)
+        if link.finished:
+            self._stepped.pop(name, None)
 
 
 class SimLink:
@@ -261,7 +261,7 @@ class SimLink:
         self.is_aborted = False
         self._transport = transport
         self.name, self._peer_rank = spec.name, 1 - spec.rank
-        self._ring = SlotRing(OPTIONS.num_slots, spec.slot_nbytes, sides.new_slot)
+        self._ring = spec.ring
         self._receives: dict[int, _Op] = {}
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> _Op:
@@ -283,8 +283,7 @@ class SimLink:
         self._transport.links.pop(self.name, None)
 
     def close(self) -> None:
-        """Let go of the slots."""
-        self._ring.close()
+        """It has no threads and no descriptors."""
 
     def _arrive(self, peer: SimLink, seq: int, header: bytes, nbytes: int) -> None:
         transport = self._transport
@@ -351,8 +350,3 @@ class _Copier:
 
     def shutdown(self, wait: bool = True) -> None:
         return
-
-
-class _Stays:
-    def join(self, timeout_s: float) -> bool:
-        return True

@@ -29,7 +29,7 @@ from shared.engine.node_http import InRole, NodeHttp, NodeStatus
 from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.engine.vitals import Vitals
 from shared.errors import ConfigError
-from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.transports.choice import Transports, make_transports
 from shared.open_files import raise_open_files_limit

@@ -9,14 +9,13 @@ The owner of the memory of a message:
 
 | | sending: a slot of the sender's ring | receiving |
 | --- | --- | --- |
-| gloo, tcp, nccl, fake | the op, until it has left | a slot of the link's own ring, the arrival's until `release` |
+| gloo, tcp, nccl, fake | the op, until it has left | a slot of the receiver's ring, the arrival's until `release` |
 | shm, cuda-ipc | the op, until the receiver has released it | the same slot, mapped: readable until `release` |
 
 How the header of a message travels: on gloo and tcp before the payload, in one message; on shm and cuda-ipc in the
 record on the link's socket; on nccl over the control connection.
 
-The links of `transports` drive the loops with threads; the fake network of the tests steps them under a virtual
-clock.
+Threads step the links of `transports`; the fake network of the tests steps links under a virtual clock.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ RECEIVER, SENDER = 0, 1
 class LinkSpec:
     """One link to build: `name` is never used twice, `secret` keys the challenge that both ends must pass.
 
-    Chunks take at most `slot_nbytes`. A sender's link is rehearsed with the slots of `ring`, its `SendLoop`'s.
+    `ring` has the staging slots of this end, all free while the link is built and again when it is closed.
     """
 
     name: str
     rank: int
     secret: bytes
     store: LinkStore
-    slot_nbytes: int
-    ring: SlotRing | None = None
+    ring: SlotRing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ class Arrival(Op, Protocol):
 
 
 class Link(Protocol):
-    """One end. The loop that was given it calls `send` from its copier, and everything else from its data thread."""
+    """One end. Its worker calls `send` from its copier, and everything else from the link's thread."""
 
     @property
     def max_arrivals(self) -> int:
@@ -92,7 +90,7 @@ class Link(Protocol):
         ...
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
-        """Start sending the first `nbytes` of `slot`, which the link's factory made, as message `seq`.
+        """Start sending the first `nbytes` of `slot`, one of its ring, as message `seq`.
 
         The payload is there: no stream has work left on the slot. The `header` of HEADER_NBYTES goes with it. Raises
         LinkError, or its Op does, if it cannot be started.
@@ -121,7 +119,7 @@ Rehearse = Callable[[Link, LinkSpec, Callable[[str], None]], LinkRate]
 
 
 class Stepped(Protocol):
-    """A loop in steps: a thread calls `step(block=True)` until `finished`, the fake network `step(block=False)`."""
+    """A link in steps: a thread calls `step(block=True)` until `finished`, the fake network `step(block=False)`."""
 
     @property
     def finished(self) -> bool:
@@ -130,14 +128,6 @@ class Stepped(Protocol):
 
     def step(self, *, block: bool) -> bool:
         """Do one piece of work; with `block`, wait for one. Returns whether anything was done."""
-        ...
-
-
-class Driver(Protocol):
-    """Steps one loop."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until the loop is finished; False if it is not."""
         ...
 
 
@@ -156,19 +146,26 @@ class Copier(Protocol):
         ...
 
 
-class LinkFactory(Protocol):
-    """A transport: how links are built, which memory they send from, and what steps their loops."""
+class LinkRunner(Protocol):
+    """Steps the links of a node and copies for them: `ThreadRunner`, or the fake network."""
 
-    def obstacle(self, ours: Place, theirs: Place) -> str | None:
-        """Why no link can be built between this node and another one; None: it may be."""
-        ...
+    def drive(self, name: str, link: Stepped) -> Callable[[float], bool]:
+        """Have `link` stepped until it is finished. Must not block.
 
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        """Have `loop` stepped until it is finished. Must not block."""
+        What it returns waits for that, for so many seconds at most; False if the link is not finished then.
+        """
         ...
 
     def new_copier(self, name: str) -> Copier:
         """Make the copier of one link."""
+        ...
+
+
+class LinkFactory(Protocol):
+    """A transport: how links are built, and which memory they send from."""
+
+    def obstacle(self, ours: Place, theirs: Place) -> str | None:
+        """Why no link can be built between this node and another one; None: it may be."""
         ...
 
     def new_slot(self, nbytes: int) -> Slot:

@@ -10,48 +10,79 @@ From `open` until the terminal event was polled, the pages belong to this side; 
 
 from __future__ import annotations
 
-from collections import defaultdict
+import secrets
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from shared import log
-from shared.errors import TransferError
+from shared.errors import ConfigError, PeerMismatch, TransferError
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.inbox import KeyedInbox
-from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.links import Endpoint
-from shared.kvtransfer.receive_loop import ReceiveLoop
-from shared.kvtransfer.receiver_peers import ReceiverPeers
-from shared.kvtransfer.side import Side
-from shared.kvtransfer.states import Received, ReceiveEvent, ReceiveState, ReceiveTransfer
-from shared.protocol.messages import ReqKey
+from shared.kvtransfer.layout import Chunk, ChunkPlan, check_layout
+from shared.kvtransfer.link_worker import LinkWorker
+from shared.kvtransfer.receive_worker import ReceiveWorker
+from shared.kvtransfer.side import Peer, Side
+from shared.kvtransfer.states import (
+    Received,
+    ReceiveEvent,
+    ReceiveFailed,
+    ReceiveState,
+    ReceiveTransfer,
+)
+from shared.kvtransfer.transports.choice import better_than
+from shared.protocol.messages import Refused, ReqKey, other_version
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
     Handoff,
     LeaseRenew,
+    LinkLost,
+    LinkOpen,
     Offer,
+    PeerHello,
+    PeerLeft,
+    PeerPing,
+    PeerPong,
     SenderToReceiver,
+    StoreSet,
 )
 
 _Keyed = Offer | Handoff | CancelTransfer
 
 
-class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
-    """All transfers that arrive at this node."""
+@dataclass(slots=True, kw_only=True)
+class SendingNode(Peer[ReceiveWorker]):
+    """A node that has introduced itself, and the link that this one builds with it next."""
+
+    plan: ChunkPlan
+    """How pages from this peer are cut, so that they fit the slots of both ends."""
+    transports: deque[str] = field(default_factory=deque)
+    """What both ends can use; the first is what the next link will use."""
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """What is not used, and why."""
+    num_failures: int = 0
+    """Links lost in a row, none of which lasted."""
+    rebuild_at: float = 0.0
+
+
+class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
+    """All transfers that arrive at this node.
+
+    A sending node introduces itself (PeerHello). This node answers with Refused, or opens a link: it decides when a
+    link is built, over which transport, and when the next one follows one that died.
+    """
+
+    node = "receiving node"
 
     def __init__(self, own: Endpoint) -> None:
         super().__init__(own)
         self.transfers: KeyedInbox[ReceiveTransfer, _Keyed, Done] = KeyedInbox(
-            own=own, apply=self._apply, answer_late=_answer_late, node="receiving node"
+            own=own, apply=self._apply, answer_late=_answer_late, node=self.node
         )
-        self.peers: ReceiverPeers = ReceiverPeers(
-            own,
-            self._lock,
-            gate=self,
-            link_begins=self._start_transfers,
-            link_died=self._link_died,
-            refused=self._start_transfers,
-        )
-        self.links = self.peers.links
+        self.num_links_opened = 0
+        """Links ever begun; more than peers when some had to be rebuilt."""
+        self._own_plan = self._plan(own.transports.slot_nbytes)
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(
@@ -85,25 +116,6 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
             self._try_start(transfer)
             self.transfers.take_parked(transfer)
 
-    def cancel(self, key: ReqKey, reason: str) -> None:
-        """Give the transfer up; ReceiveFailed follows when nothing writes its pages any more. No-op once ended."""
-        with self._lock:
-            transfer = self.transfers.get(key)
-            if transfer is None:
-                assert self.transfers.ended(key) is not None or self._closed, f"{key} was never opened"
-                return
-            self._fail(transfer, reason, tell=CancelTransfer(key, reason))
-
-    def close(self) -> None:
-        """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
-        with self._lock:
-            self._closed = True
-            self.peers.clear()  # so no link is opened any more
-            workers = self.links.fail_all("the receiving node is shutting down")
-            for transfer in self.transfers:
-                self._fail(transfer, "this node is shutting down", tell=None)
-        self.links.join(workers)
-
     # -------------------------------------------------------------------------------- control thread
     @property
     def renewal_s(self) -> float:
@@ -129,12 +141,16 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
             if self._closed:
                 return
             now = self._clock()
-            self.peers.heard(peer_id, now)
+            peer = self._heard(peer_id, now)
             match message:
                 case Offer() | Handoff() | CancelTransfer():
                     self.transfers.receive(peer_id, message, now)
-                case _:
-                    self.peers.handle(peer_id, message, now)
+                case PeerHello():
+                    self._met(peer_id, message)
+                case PeerLeft():
+                    self._forget(peer_id, "the sending node has left", tell_peer=False)
+                case StoreSet() | LinkLost() | PeerPing() | PeerPong() if peer is not None:
+                    self._take(peer, message)
 
     # ----------------------------------------------------------------------- data thread: ScatterGate
     def wants(self, key: ReqKey) -> bool:
@@ -172,7 +188,83 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
                     log.warn("corrupt_pages", **key.fields, sent_by=transfer.peer_id, reason=reason)
                 self._fail(transfer, reason, tell=Done(key, False, reason, corrupt), corrupt=corrupt)
 
-    # --------------------------------------------------------------------------------- under the lock
+    # ----------------------------------------------------------------------- peers, under the lock
+    def _met(self, peer_id: str, hello: PeerHello) -> None:
+        self.end_link_of(peer_id, "the peer connected anew", tell_peer=False)
+        peer = SendingNode(peer_id=peer_id, heartbeat=self._heartbeat(), plan=self._own_plan)
+        self._meet(peer)
+        transports, mixed = self._own.transports, self._options.allow_mixed_numerics
+        try:
+            if why := other_version("sending node", hello.version):
+                raise PeerMismatch(why)
+            check_layout(self._own.layout, hello.layout, allow_mixed_numerics=mixed)
+            usable, passed_over = transports.in_common(hello.transports, hello.place)
+            peer.transports.extend(usable)
+            peer.passed_over |= passed_over
+            peer.plan = self._plan(min(hello.slot_nbytes, transports.slot_nbytes))
+        except (PeerMismatch, ConfigError) as error:
+            peer.refused = str(error)
+            log.warn("peer_refused", peer=peer_id, reason=peer.refused)
+            self._outbox.send(peer_id, Refused(peer.refused))
+            self._start_transfers(peer_id)
+            return
+        self._open_link(peer)
+
+    def _plan(self, slot_nbytes: int) -> ChunkPlan:
+        return ChunkPlan.fit(
+            num_layers=self._own.layout.num_layers,
+            unit_nbytes=self._own.pages.gather_nbytes(1, 1),
+            slot_nbytes=slot_nbytes,
+        )
+
+    def _open_link(self, peer: SendingNode) -> None:
+        self.num_links_opened += 1
+        own, transport = self._own.node, peer.transports[0]
+        name = f"{peer.peer_id}>{own.node_id}/{own.incarnation}#{self.num_links_opened}"
+        passed_over = better_than(transport, peer.passed_over)
+        opening = LinkOpen(name, own, secrets.token_bytes(32), transport, passed_over)
+        # LinkOpen goes out before anything that the worker may send about the link.
+        self._outbox.send(peer.peer_id, opening)
+        self._begin(peer, ReceiveWorker(self._own, peer.peer_id, opening, self))
+        self._start_transfers(peer.peer_id)
+
+    def _check_peer(self, peer: SendingNode, silence: str | None, now: float) -> None:
+        """Forget one that is silent for long, and open the link of each that may have one and has none.
+
+        ZeroMQ does not tell the listening end of a connection that it broke.
+        """
+        if silence is not None and peer.heartbeat.silence(now) >= self._options.forget_peer_s:
+            del self._peers[peer.peer_id]
+        elif peer.link is None and peer.refused is None and not peer.silent and now >= peer.rebuild_at:
+            self._open_link(peer)
+
+    def _link_died(self, link: LinkWorker, peer: SendingNode | None, reason: str) -> None:
+        if peer is not None:
+            self._choose_next_link(peer, link, reason)
+        for transfer in self.transfers.of_peer(link.peer_id):
+            if transfer.state is ReceiveState.RECEIVING:
+                text = f"link lost: {reason}"
+                self._fail(transfer, text, tell=Done(transfer.key, False, text))
+
+    def _choose_next_link(self, peer: SendingNode, link: LinkWorker, reason: str) -> None:
+        """When the link after `link`, which is dead, is built, and over which transport."""
+        now, options = self._clock(), self._options
+        lasted = link.live_at is not None and now - link.live_at >= options.rebuild_max_s
+        peer.num_failures = 1 if lasted else peer.num_failures + 1
+        pause = options.rebuild_min_s * 2 ** min(peer.num_failures - 1, 30)
+        peer.rebuild_at = now + min(pause, options.rebuild_max_s)
+        # It could not be built, and not because the peer was gone: the next transport is tried.
+        if link.live_at is None and not peer.heartbeat.silent(now) and len(peer.transports) > 1:
+            peer.passed_over[link.transport] = reason
+            peer.transports.rotate(-1)
+            log.warn("transport_fallback", link=link.name, to=peer.transports[0], reason=reason)
+
+    def _start_transfers(self, peer_id: str) -> None:
+        """Start the peer's transfers, or fail them if the peer is refused."""
+        for transfer in self.transfers.of_peer(peer_id):
+            self._try_start(transfer)
+
+    # ------------------------------------------------------------------- transfers, under the lock
     def _apply(self, transfer: ReceiveTransfer, message: _Keyed) -> None:
         if isinstance(message, CancelTransfer):
             self._fail(transfer, message.reason, tell=None, by_peer=True, handed_off=message.handed_off)
@@ -185,7 +277,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
                     self._offered(transfer, message)
                 case Handoff():
                     transfer.handed_off(message)
-                    self._loop(transfer).hurry(transfer.key)
+                    self._link(transfer)[1].hurry(transfer.key)
         except TransferError as error:
             self._fail(transfer, str(error), tell=Done(transfer.key, False, str(error)))
             return
@@ -195,13 +287,15 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
     def _offered(self, transfer: ReceiveTransfer, offer: Offer) -> None:
         if not transfer.offered(offer.first_page, offer.num_pages, self._clock()):
             return
-        chunks = self.peers.plan(transfer.peer_id).cut(offer.first_page, offer.num_pages)
-        self._loop(transfer).enqueue(transfer.key, chunks, bulk=transfer.is_bulk)
+        peer, link = self._link(transfer)
+        chunks = peer.plan.cut(offer.first_page, offer.num_pages)
+        link.enqueue(transfer.key, chunks, bulk=transfer.is_bulk)
 
-    def _loop(self, transfer: ReceiveTransfer) -> ReceiveLoop:
-        loop = self.links.loop(transfer.peer_id)
-        assert loop is not None, "a transfer outlived its link"
-        return loop
+    def _link(self, transfer: ReceiveTransfer) -> tuple[SendingNode, ReceiveWorker]:
+        """Where the pages of a transfer come from, and over which link: the transfer lives and dies with it."""
+        peer = self._peers[transfer.peer_id]
+        assert peer.link is not None, "a transfer outlived its link"
+        return peer, peer.link
 
     def _progressed(self, transfer: ReceiveTransfer) -> None:
         now = self._clock()
@@ -212,27 +306,16 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
         if transfer.complete():
             self._outbox.send(transfer.peer_id, Done(transfer.key, True))
 
-    def _start_transfers(self, peer_id: str) -> None:
-        """Start the peer's transfers, or fail them if the peer is refused."""
-        for transfer in self.transfers.of_peer(peer_id):
-            self._try_start(transfer)
-
     def _try_start(self, transfer: ReceiveTransfer) -> None:
         """Send Ready if the peer has a link, built or being built: the transfer lives and dies with it."""
-        if transfer.state is not ReceiveState.RESERVED:
+        peer = self._peers.get(transfer.peer_id)
+        if peer is None or transfer.state is not ReceiveState.RESERVED:
             return
-        refusal = self.peers.refusal(transfer.peer_id)
-        if refusal is not None:
-            self._fail(transfer, refusal, tell=None)
-        elif self.links.worker(transfer.peer_id) is not None:
+        if peer.refused is not None:
+            self._fail(transfer, peer.refused, tell=None)
+        elif peer.link is not None:
             transfer.start(self._clock() + self._options.offer_timeout_s)
             self._outbox.send(transfer.peer_id, transfer.ready)
-
-    def _link_died(self, peer_id: str, reason: str) -> None:
-        for transfer in self.transfers.of_peer(peer_id):
-            if transfer.state is ReceiveState.RECEIVING:
-                text = f"link lost: {reason}"
-                self._fail(transfer, text, tell=Done(transfer.key, False, text))
 
     def _check_deadline(self, transfer: ReceiveTransfer, now: float) -> None:
         if now < transfer.deadline:
@@ -261,16 +344,15 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent]):
             self._outbox.send(transfer.peer_id, tell)
         self._settle(transfer)
 
-    def _settle(self, transfer: ReceiveTransfer) -> None:
-        """Post the terminal event as soon as no scatter writes the pages."""
-        end = transfer.take_end()
-        if end is None:
-            return
-        done = Done(end.key, True)
-        if not isinstance(end, Received):
-            done = Done(end.key, False, end.reason, end.corrupt)
-        self.transfers.close(transfer.key, done, self._clock())
-        self._post(end)
+    def _give_up(self, transfer: ReceiveTransfer, reason: str) -> None:
+        self._fail(transfer, reason, tell=CancelTransfer(transfer.key, reason))
+
+    def _tombstone(self, end: Received | ReceiveFailed) -> Done:
+        return (
+            Done(end.key, True)
+            if isinstance(end, Received)
+            else Done(end.key, False, end.reason, end.corrupt)
+        )
 
 
 def _answer_late(message: _Keyed, done: Done) -> Done | None:

@@ -10,39 +10,66 @@ From `offer` until SendEnded was polled, the caller keeps the offered pages allo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from shared import log
+from shared.errors import LinkError
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.links import Endpoint
-from shared.kvtransfer.sender_peers import SenderPeers
-from shared.kvtransfer.side import Side
+from shared.kvtransfer.link_worker import LinkWorker
+from shared.kvtransfer.send_worker import SendWorker
+from shared.kvtransfer.side import Peer, Side
 from shared.kvtransfer.states import ReadyOverdue, SendEnded, SendEvent, SendState, SendTransfer
-from shared.protocol.messages import ReqKey
+from shared.protocol.messages import PROTOCOL_VERSION, Refused, ReqKey
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
+    Grant,
     Handoff,
     LeaseRenew,
+    LinkLost,
+    LinkOpen,
     Offer,
+    PeerHello,
     PeerLeft,
+    PeerPing,
+    PeerPong,
     Ready,
     ReceiverToSender,
+    StoreSet,
 )
 
 _Keyed = Ready | Done | CancelTransfer
+MAX_LINK_NAMES = 1024
 
 
-class KVSender(Side[SendTransfer, SendEvent]):
-    """All transfers that leave this node."""
+@dataclass(slots=True, kw_only=True)
+class ReceivingNode(Peer[SendWorker]):
+    """A node that this one is connected to, and sends pages to."""
+
+    said_hello_at: float
+    """When this node last introduced itself to the peer, or lost the link."""
+
+
+class KVSender(Side[SendTransfer, SendEvent, ReceivingNode]):
+    """All transfers that leave this node.
+
+    This node introduces itself to a receiving node that it is connected to (PeerHello). The receiving node answers
+    with LinkOpen, upon which both build the link, or with Refused.
+    """
+
+    node = "sending node"
 
     def __init__(self, own: Endpoint) -> None:
         super().__init__(own)
         self.transfers: KeyedInbox[SendTransfer, _Keyed, CancelTransfer] = KeyedInbox(
-            own=own, apply=self._apply, answer_late=_answer_late, node="sending node"
+            own=own, apply=self._apply, answer_late=_answer_late, node=self.node
         )
-        self.peers: SenderPeers = SenderPeers(own, self._lock, gate=self, fail_transfers=self._fail_transfers)
-        self.links = self.peers.links
+        self._link_names: deque[str] = deque(maxlen=MAX_LINK_NAMES)
+        """Of links that were begun, of which none is built twice."""
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(self, key: ReqKey, peer_id: str) -> None:
@@ -56,9 +83,9 @@ class KVSender(Side[SendTransfer, SendEvent]):
             if self._closed:
                 self._end(transfer, "this node is shutting down", tell_peer=False)
                 return
-            refused = self.peers.refusal(peer_id)
-            if refused is not None:
-                self._end(transfer, refused, tell_peer=False)
+            peer = self._peers.get(peer_id)
+            if peer is not None and peer.refused is not None:
+                self._end(transfer, peer.refused, tell_peer=False)
             self.transfers.take_parked(transfer)
 
     def offer(self, key: ReqKey, page_ids: Sequence[int]) -> None:
@@ -80,13 +107,6 @@ class KVSender(Side[SendTransfer, SendEvent]):
             transfer.handoff(handoff.total_pages, self._clock() + self._options.lease_s)
             self._outbox.send(transfer.peer_id, handoff)
 
-    def cancel(self, key: ReqKey, reason: str) -> None:
-        """Give the transfer up; SendEnded follows when its pages are not read any more. No-op once ended."""
-        with self._lock:
-            transfer = self._living(key)
-            if transfer is not None:
-                self._end(transfer, reason, tell_peer=True)
-
     def num_pages_sent(self, key: ReqKey) -> tuple[int, int]:
         """How many pages have been read and are on their way, and how many were offered. (0, 1) once ended."""
         with self._lock:
@@ -100,31 +120,23 @@ class KVSender(Side[SendTransfer, SendEvent]):
         with self._lock:
             return bool(self.transfers.of_peer(peer_id))
 
-    def close(self) -> None:
-        """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
-        with self._lock:
-            self._closed = True
-            workers = self.links.fail_all("the sending node is shutting down")
-            for transfer in self.transfers:
-                self._end(transfer, "this node is shutting down", tell_peer=True)
-            for peer_id in self.peers.ids:
-                # A peer that is not told opens a new link, and waits until this node counts as silent.
-                self._outbox.send(peer_id, PeerLeft())
-            self.peers.clear()
-        self.links.join(workers)
-
     # -------------------------------------------------------------------------------- control thread
     def on_connected(self, peer_id: str) -> None:
         """Meet a receiving node whose control connection is up, for the first time or again."""
         with self._lock:
             if not self._closed:
                 self.on_disconnected(peer_id, "the control connection was replaced")
-                self.peers.connected(peer_id)
+                peer = ReceivingNode(
+                    peer_id=peer_id, heartbeat=self._heartbeat(), said_hello_at=self._clock()
+                )
+                self._meet(peer)
+                self._say_hello(peer)
 
     def on_disconnected(self, peer_id: str, reason: str) -> None:
         """Fail every transfer to a peer whose control connection is gone."""
         with self._lock:
-            if self.peers.disconnected(peer_id, reason):
+            if self._forget(peer_id, reason, tell_peer=False):
+                self._fail_transfers(peer_id, reason, waiting_too=True, tell_peer=False)
                 self.transfers.drop_peer(peer_id)
 
     def leave(self, peer_id: str, reason: str) -> None:
@@ -137,15 +149,24 @@ class KVSender(Side[SendTransfer, SendEvent]):
         """Handle a message of a receiving node. Never blocks."""
         with self._lock:
             now = self._clock()
-            if self._closed or not self.peers.heard(peer_id, now):
+            if self._closed or (peer := self._heard(peer_id, now)) is None:
                 return
             match message:
                 case Ready() | Done() | CancelTransfer():
                     self.transfers.receive(peer_id, message, now)
                 case LeaseRenew():
                     self._renewed(peer_id, message)
-                case _:
-                    self.peers.handle(peer_id, message)
+                case Grant():
+                    self._granted(peer, message)
+                case LinkOpen():
+                    self._open_link(peer, message)
+                case Refused():
+                    log.warn("peer_refused_us", peer=peer_id, reason=message.reason)
+                    peer.refused = message.reason
+                    self.end_link_of(peer_id, message.reason, tell_peer=False)
+                    self._fail_transfers(peer_id, message.reason, waiting_too=True, tell_peer=False)
+                case StoreSet() | LinkLost() | PeerPing() | PeerPong():
+                    self._take(peer, message)
 
     # ------------------------------------------------------------------------ data thread: GatherGate
     def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
@@ -162,15 +183,61 @@ class KVSender(Side[SendTransfer, SendEvent]):
             transfer.end_gather(chunk, nbytes, self._clock())
             self._settle(transfer)
 
-    # --------------------------------------------------------------------------------- under the lock
-    def _living(self, key: ReqKey) -> SendTransfer | None:
-        """The transfer, or None when it has ended. A key that was never opened is the caller's mistake."""
-        transfer = self.transfers.get(key)
-        if transfer is None:
-            assert self.transfers.ended(key) is not None or self._closed, f"{key} was never opened"
-            return None
-        return None if transfer.state is SendState.ENDED else transfer
+    # ----------------------------------------------------------------------- peers, under the lock
+    def _check_peer(self, peer: ReceivingNode, silence: str | None, now: float) -> None:
+        """Fail what a silent one has, and introduce this node anew to one that has had no link for long.
 
+        A silent one gets a PeerHello too: it may have forgotten this node, and answers no pings of unknown nodes.
+        """
+        if silence is not None:
+            self._fail_transfers(peer.peer_id, silence, waiting_too=True, tell_peer=True)
+        unlinked = peer.link is None and peer.refused is None
+        if unlinked and now - peer.said_hello_at >= self._options.hello_retry_s:
+            peer.said_hello_at = now
+            self._say_hello(peer)
+
+    def _say_hello(self, peer: ReceivingNode) -> None:
+        own, transports = self._own, self._own.transports
+        offered = tuple(transports.factories)
+        place, slot_nbytes = transports.place, transports.slot_nbytes
+        hello = PeerHello(own.node, own.layout, offered, place, slot_nbytes, PROTOCOL_VERSION)
+        self._outbox.send(peer.peer_id, hello)
+
+    def _granted(self, peer: ReceivingNode, grant: Grant) -> None:
+        if peer.link is None or peer.link.name != grant.link:
+            self._outbox.send(peer.peer_id, LinkLost(grant.link, "there is no such link here"))
+            return
+        try:
+            peer.link.accept(grant)
+        except LinkError as error:
+            self.end_link(peer.link, str(error))
+
+    def _open_link(self, peer: ReceivingNode, opening: LinkOpen) -> None:
+        if opening.link in self._link_names:
+            return
+        if opening.transport not in self._own.transports.factories:
+            reason = f"kv_transfer: {opening.transport} was not offered"
+            self._outbox.send(peer.peer_id, LinkLost(opening.link, reason))
+            return
+        self.end_link_of(peer.peer_id, "replaced by another incarnation")
+        # A Ready that came before this LinkOpen was for the old link.
+        self._fail_transfers(peer.peer_id, "the link was replaced", waiting_too=False, tell_peer=True)
+        peer.refused = None
+        peer.said_hello_at = self._clock()
+        self._link_names.append(opening.link)
+        self._begin(peer, SendWorker(self._own, peer.peer_id, opening, self))
+
+    def _link_died(self, link: LinkWorker, peer: ReceivingNode | None, reason: str) -> None:
+        if peer is not None:
+            peer.said_hello_at = self._clock()
+        self._fail_transfers(link.peer_id, f"link lost: {reason}", waiting_too=False, tell_peer=True)
+
+    def _leave(self, peer_ids: Sequence[str]) -> None:
+        """A peer that is not told opens a new link, and waits until this node counts as silent."""
+        for peer_id in peer_ids:
+            self._outbox.send(peer_id, PeerLeft())
+
+    # ------------------------------------------------------------------- transfers, under the lock
     def _apply(self, transfer: SendTransfer, message: _Keyed) -> None:
         match message:
             case Ready():
@@ -200,7 +267,7 @@ class KVSender(Side[SendTransfer, SendEvent]):
                 self._end(transfer, reason, tell_peer=tell_peer)
 
     def _check_deadline(self, transfer: SendTransfer, now: float) -> None:
-        if transfer.deadline is None or transfer.state is SendState.ENDED:
+        if transfer.deadline is None or transfer.ended:
             return
         if now >= transfer.deadline:
             waiting = transfer.state is SendState.WAITING
@@ -211,7 +278,8 @@ class KVSender(Side[SendTransfer, SendEvent]):
             )
             self._end(transfer, reason, tell_peer=True)
         elif (
-            transfer.peer_id not in self.peers and now - transfer.opened_at >= self._options.connect_timeout_s
+            transfer.peer_id not in self._peers
+            and now - transfer.opened_at >= self._options.connect_timeout_s
         ):
             self._end(transfer, f"no connection to receiving node {transfer.peer_id}", tell_peer=False)
         elif transfer.becomes_overdue(now):
@@ -233,13 +301,11 @@ class KVSender(Side[SendTransfer, SendEvent]):
             self._outbox.send(transfer.peer_id, cancel)
         self._settle(transfer)
 
-    def _settle(self, transfer: SendTransfer) -> None:
-        """Post the terminal event as soon as no gather reads the pages."""
-        end: SendEnded | None = transfer.take_end()
-        if end is not None:
-            cancel = CancelTransfer(end.key, end.reason or "done", end.handed_off)
-            self.transfers.close(transfer.key, cancel, self._clock())
-            self._post(end)
+    def _give_up(self, transfer: SendTransfer, reason: str) -> None:
+        self._end(transfer, reason, tell_peer=True)
+
+    def _tombstone(self, end: SendEnded) -> CancelTransfer:
+        return CancelTransfer(end.key, end.reason or "done", end.handed_off)
 
 
 def _answer_late(message: _Keyed, cancel: CancelTransfer) -> CancelTransfer | None:

@@ -1,29 +1,63 @@
-"""What KVSender and KVReceiver have in common: one lock, events for the scheduler, peers with links, deadlines."""
+"""What KVSender and KVReceiver have in common: one lock, events for the scheduler, peers and the links to them."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from shared.kvtransfer.inbox import KeyedInbox
-from shared.kvtransfer.links import Endpoint
-from shared.kvtransfer.receiver_peers import ReceiverPeers
-from shared.kvtransfer.sender_peers import SenderPeers
-from shared.protocol.messages import LinkReport
+from shared import log
+from shared.kvtransfer.endpoint import Endpoint
+from shared.kvtransfer.inbox import KeyedInbox, Opened
+from shared.kvtransfer.link_worker import LinkWorker
+from shared.protocol.heartbeat import Heartbeat
+from shared.protocol.messages import LinkReport, ReqKey
+from shared.protocol.transfer_messages import LinkLost, PeerPing, PeerPong, StoreSet
 
 TICK_S = 0.01
 """`tick` looks at deadlines no more often than this."""
 
-Transfer = TypeVar("Transfer")
+
+PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
+"""Messages about a peer or its link, of the kinds that both ends send."""
+Link = TypeVar("Link", bound=LinkWorker)
+Transfer = TypeVar("Transfer", bound=Opened)
 Event = TypeVar("Event")
 
 
-class Side(ABC, Generic[Transfer, Event]):
+@dataclass(slots=True, kw_only=True)
+class Peer(Generic[Link]):
+    """A node at the other end: its control connection is up, and it may fall silent or refuse this node."""
+
+    peer_id: str
+    heartbeat: Heartbeat
+    link: Link | None = None
+    """The link that is being built or lives, if there is one."""
+    link_death: str | None = None
+    """Why the last link died."""
+    refused: str | None = None
+    """Why the two nodes can exchange no pages."""
+    silent: bool = False
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why pages cannot travel now. None while its first link is being built."""
+        if self.refused is not None:
+            return self.refused
+        return None if self.link is not None and self.link.live else self.link_death
+
+
+AnyPeer = TypeVar("AnyPeer", bound=Peer[Any])
+
+
+class Side(ABC, Generic[Transfer, Event, AnyPeer]):
     """The transfers of one direction at this node. The lock guards all state and is never held across a wait."""
 
-    transfers: KeyedInbox[Any, Any, Any]
-    peers: SenderPeers | ReceiverPeers
+    node: str
+    """What this node is called in what the peer is told."""
+    transfers: KeyedInbox[Transfer, Any, Any]
 
     def __init__(self, own: Endpoint) -> None:
         self._own = own
@@ -32,18 +66,26 @@ class Side(ABC, Generic[Transfer, Event]):
         self._options = own.options
         self._lock = threading.RLock()
         self._events: list[Event] = []
+        self._peers: dict[str, AnyPeer] = {}
+        self._links: list[LinkWorker] = []
+        """Those of peers, and dead ones that are not finished."""
+        self._ping_seq = 0
         self._next_tick = 0.0
         self._closed = False
 
+    # ------------------------------------------------------------------------------ scheduler thread
     @property
     def link_reports(self) -> tuple[LinkReport, ...]:
         """Links that are ready for use."""
-        return self.peers.links.reports
+        with self._lock:
+            return tuple(link.report for link in self._links if link.live)
 
     @property
     def unreachable(self) -> dict[str, str]:
         """Connected peers to which pages cannot travel now, and why; a link that is being built is none of them."""
-        return self.peers.unreachable
+        with self._lock:
+            reasons = {peer.peer_id: peer.unreachable for peer in self._peers.values()}
+        return {peer_id: reason for peer_id, reason in reasons.items() if reason is not None}
 
     def poll(self) -> list[Event]:
         """Return the events since the last call."""
@@ -65,12 +107,154 @@ class Side(ABC, Generic[Transfer, Event]):
             for transfer in self.transfers:
                 self._check_deadline(transfer, now)
             self.transfers.expire(now)
-            self.peers.tick(now)
+            for peer in list(self._peers.values()):
+                self._watch(peer, now)
 
+    def cancel(self, key: ReqKey, reason: str) -> None:
+        """Give the transfer up; its terminal event follows when its pages are not touched any more.
+
+        No-op once ended.
+        """
+        with self._lock:
+            transfer = self._living(key)
+            if transfer is not None:
+                self._give_up(transfer, reason)
+
+    def close(self) -> None:
+        """Fail every transfer, end every link; returns when all threads are gone. `poll` still works."""
+        with self._lock:
+            self._closed = True
+            peer_ids = list(self._peers)
+            for peer_id in peer_ids:
+                self._forget(peer_id, f"the {self.node} is shutting down", tell_peer=True)
+            for transfer in self.transfers:
+                self._give_up(transfer, "this node is shutting down")
+            self._leave(peer_ids)
+            links = [link for link in self._links if not link.finished]
+        # Not under the lock: the links need it to report.
+        for link in links:
+            link.abort_ops()
+        for link in links:
+            link.join(self._options.build_timeout_s + self._options.op_timeout_s)
+
+    # ------------------------------------------------------------------------------------ any thread
+    def end_link_of(self, peer_id: str, reason: str, *, tell_peer: bool = True) -> None:
+        """End the link with this peer, if there is one."""
+        with self._lock:
+            peer = self._peers.get(peer_id)
+            if peer is not None and peer.link is not None:
+                self.end_link(peer.link, reason, tell_peer=tell_peer)
+
+    def end_link(self, link: LinkWorker, reason: str, *, tell_peer: bool = True) -> None:
+        """End a link. Links die here and nowhere else."""
+        with self._lock:
+            if link.death is not None:
+                return
+            link.stop(reason)
+            log.event("link_lost", link=link.name, reason=reason)
+            if (peer := self._peers.get(link.peer_id)) is not None:
+                peer.link, peer.link_death = None, reason
+            if tell_peer:
+                self._outbox.send(link.peer_id, LinkLost(link.name, reason))
+            self._link_died(link, peer, reason)
+
+    # ------------------------------------------------------------------- what the two sides do differently
     @abstractmethod
     def _check_deadline(self, transfer: Transfer, now: float) -> None:
         """End the transfer if its time is over."""
 
+    @abstractmethod
+    def _give_up(self, transfer: Transfer, reason: str) -> None:
+        """End the transfer, and tell the peer that this node does not want it any more."""
+
+    @abstractmethod
+    def _tombstone(self, end: Any) -> Any:
+        """What is answered to late messages about a transfer that has ended with this event."""
+
+    @abstractmethod
+    def _check_peer(self, peer: AnyPeer, silence: str | None, now: float) -> None:
+        """See to the link of a peer; `silence`: the peer is silent, and why its transfers fail."""
+
+    @abstractmethod
+    def _link_died(self, link: LinkWorker, peer: AnyPeer | None, reason: str) -> None:
+        """A link is dead, and what used it fails. `peer` is None if it is gone itself."""
+
+    def _leave(self, peer_ids: Sequence[str]) -> None:
+        """Say goodbye to the peers, as this node ends."""
+
+    # --------------------------------------------------------------------------------- under the lock
+    def _living(self, key: ReqKey) -> Transfer | None:
+        """The transfer, or None when it has ended. A key that was never opened is the caller's mistake."""
+        transfer = self.transfers.get(key)
+        if transfer is None:
+            assert self.transfers.ended(key) is not None or self._closed, f"{key} was never opened"
+            return None
+        return None if transfer.ended else transfer
+
+    def _settle(self, transfer: Transfer) -> None:
+        """Post the terminal event as soon as nothing reads or writes the pages."""
+        end = transfer.take_end()
+        if end is not None:
+            self.transfers.close(transfer.key, self._tombstone(end), self._clock())
+            self._post(end)
+
     def _post(self, event: Event) -> None:
         self._events.append(event)
         self._own.wake()
+
+    def _meet(self, peer: AnyPeer) -> None:
+        """Enter a peer that is heard now; it takes the place of one of the same id, whose link has ended."""
+        if (former := self._peers.get(peer.peer_id)) is not None:
+            peer.link_death = former.link_death
+        self._peers[peer.peer_id] = peer
+
+    def _forget(self, peer_id: str, reason: str, *, tell_peer: bool) -> bool:
+        """Forget a peer that is gone, and end the link with it. False if there was none."""
+        peer = self._peers.pop(peer_id, None)
+        if peer is not None and peer.link is not None:
+            self.end_link(peer.link, reason, tell_peer=tell_peer)
+        return peer is not None
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(self._options.ping_s, self._options.peer_timeout_s, self._clock())
+
+    def _heard(self, peer_id: str, now: float) -> AnyPeer | None:
+        """The peer, of which a message has come; None when this node has not met it."""
+        peer = self._peers.get(peer_id)
+        if peer is not None:
+            peer.heartbeat.heard(now)
+            peer.silent = False
+        return peer
+
+    def _take(self, peer: AnyPeer, message: PeerMessage) -> None:
+        """Handle a message about the peer, or about its link if that is the one that the message names."""
+        link: LinkWorker | None = peer.link
+        match message:
+            case PeerPing():
+                self._outbox.send(peer.peer_id, PeerPong(message.seq))
+            case StoreSet() if link is not None and link.name == message.link:
+                if not link.store.feed(message.name, message.value):
+                    self.end_link(link, "the peer filled the link's store")
+            case LinkLost() if link is not None and link.name == message.link:
+                self.end_link(link, f"given up by the peer: {message.reason}", tell_peer=False)
+
+    def _watch(self, peer: AnyPeer, now: float) -> None:
+        """Ping a peer that is due, and end the link of one that is silent."""
+        silence = None
+        if peer.heartbeat.silent(now):
+            if not peer.silent:
+                log.warn("peer_silent", peer=peer.peer_id)
+            peer.silent = True
+            silence = f"silent for {self._options.peer_timeout_s:g} s"
+            self.end_link_of(peer.peer_id, silence)
+        if peer.heartbeat.ping_due(now):
+            self._ping_seq += 1
+            self._outbox.send(peer.peer_id, PeerPing(self._ping_seq))
+        self._check_peer(peer, silence, now)
+
+    def _begin(self, peer: AnyPeer, link: LinkWorker) -> None:
+        """Build a link with a peer that has none."""
+        assert peer.link is None, "end the old link first"
+        peer.link = link
+        self._links = [*(one for one in self._links if not one.finished), link]
+        link.start()

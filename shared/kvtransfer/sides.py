@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.peering import REDIAL_S, DialledPeering
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender

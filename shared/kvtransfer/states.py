@@ -137,6 +137,11 @@ class SendTransfer:
     _taken: bool = False
 
     @property
+    def ended(self) -> bool:
+        """Its outcome is decided."""
+        return self.state is SendState.ENDED
+
+    @property
     def num_pages_sent(self) -> int:
         """Pages that have been read in all layers."""
         return self._num_units // self.num_layers
@@ -245,6 +250,11 @@ class ReceiveTransfer:
     _num_scatters: int = 0
     _end: Received | ReceiveFailed | None = None
     _taken: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Its outcome is decided."""
+        return self.state is ReceiveState.ENDED
 
     @property
     def has_all_offered(self) -> bool:

@@ -91,7 +91,7 @@ def interrupt(world: World, host: PrefillHost | DecodeHost, rnd: random.Random) 
     if rnd.random() < 0.02 and host.live:
         host.side.cancel(rnd.choice(list(host.live)), "cancelled in the middle")
     if rnd.random() < 0.01:
-        host.side.links.fail_peer(rnd.choice(NODES), "lost in the middle")
+        host.side.end_link_of(rnd.choice(NODES), "lost in the middle")
     if rnd.random() < 0.1:
         host.step()
 

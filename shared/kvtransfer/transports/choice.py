@@ -22,7 +22,8 @@ from shared.config import TransferOptions
 from shared.device_streams import CudaStreams
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
-from shared.kvtransfer.link import LinkFactory, Rehearse
+from shared.kvtransfer.link import LinkFactory, LinkRunner, Rehearse
+from shared.kvtransfer.transports.common import ThreadRunner
 from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.transfer_messages import Place
 
@@ -45,6 +46,7 @@ class Transports:
     """What one node offers: `factories` by the name of the transport, the best first."""
 
     factories: Mapping[str, LinkFactory]
+    runner: LinkRunner
     place: Place = NOWHERE
     slot_nbytes: int = HOST_SLOT_NBYTES
     """The size of a staging slot of this node: the most bytes of pages in one chunk."""
@@ -153,7 +155,14 @@ def make_transports(
             log.event("transport_unavailable", transport=name, reason=error)
             unavailable[name] = str(error)
     rehearsal = Rehearsal(device, CudaStreams(device) if device.type == "cuda" else None)
-    return Transports(factories, place_of(device), slot_nbytes(options, device), unavailable, rehearsal)
+    return Transports(
+        factories,
+        ThreadRunner(threads),
+        place_of(device),
+        slot_nbytes(options, device),
+        unavailable,
+        rehearsal,
+    )
 
 
 def _new_factory(
@@ -174,17 +183,15 @@ def _new_factory(
         case "nccl":
             from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory, nccl_groups
 
-            return NcclLinkFactory(
-                options, device, slot_nbytes(options, device), nccl_groups(options, device), threads
-            )
+            return NcclLinkFactory(options, device, nccl_groups(options, device), threads)
         case "gloo":
             from shared.kvtransfer.transports.gloo import GlooLinkFactory
 
-            return GlooLinkFactory(options, device, slot_nbytes(options, device), threads)
+            return GlooLinkFactory(options, device, threads)
         case "tcp" | "tls":
             from shared.kvtransfer.transports.tcp import TcpLinkFactory
 
-            return TcpLinkFactory(options, device, slot_nbytes(options, device), threads)
+            return TcpLinkFactory(options, device, threads)
         case _:
             raise ConfigError(
                 f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl, gloo or tcp"

@@ -9,6 +9,7 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -132,25 +133,28 @@ class HeadedReceive:
         return self._op.wait(block=block)
 
 
-class ThreadDriver:
-    """Steps the loop of a link on a daemon thread: an op stuck in a dead peer never keeps the process alive."""
+@dataclass(frozen=True)
+class ThreadRunner:
+    """Each link has a daemon thread: an op stuck in a dead peer never keeps the process alive."""
 
-    def __init__(self, name: str, loop: Stepped, threads: DeviceThreads) -> None:
-        self._loop = loop
-        self._thread = threads.start(f"link {name}", self._run, own_stream=True)
+    threads: DeviceThreads
 
-    def _run(self) -> None:
-        while not self._loop.finished:
-            self._loop.step(block=True)
+    def drive(self, name: str, link: Stepped) -> Callable[[float], bool]:
+        def run() -> None:
+            while not link.finished:
+                link.step(block=True)
 
-    def join(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        thread = self.threads.start(f"link {name}", run, own_stream=True)
 
+        def join(timeout_s: float) -> bool:
+            thread.join(timeout_s)
+            return not thread.is_alive()
 
-def thread_copier(name: str, threads: DeviceThreads) -> Copier:
-    """A copier with a thread of its own, which the first copy starts."""
-    return threads.executor(f"copier {name}", own_stream=True)
+        return join
+
+    def new_copier(self, name: str) -> Copier:
+        """A copier with a thread of its own, which the first copy starts."""
+        return self.threads.executor(f"copier {name}", own_stream=True)
 
 
 @contextmanager

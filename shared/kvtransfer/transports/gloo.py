@@ -27,17 +27,15 @@ from shared import log
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.link import Link, LinkSpec
+from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
     HeadedReceive,
     HeadedSlot,
     RingArrival,
-    ThreadDriver,
     challenge,
     receive_into,
-    thread_copier,
 )
 from shared.kvtransfer.transports.listener_filter import drop_connections
 from shared.protocol.transfer_messages import Place
@@ -59,24 +57,15 @@ class _Group(Protocol):
 
 
 class GlooLinkFactory:
-    """Builds links that bind `options.bind_host`; each is stepped by a thread of its own."""
+    """Builds links that bind `options.bind_host`."""
 
-    def __init__(
-        self, options: TransferOptions, device: torch.device, slot_nbytes: int, threads: DeviceThreads
-    ) -> None:
+    def __init__(self, options: TransferOptions, device: torch.device, threads: DeviceThreads) -> None:
         self._options = options
         self._device = device
-        self._slot_nbytes = slot_nbytes
         self._threads = threads
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return None
-
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, self._threads)
-
-    def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> HeadedSlot:
         return HeadedSlot.new(nbytes, self._device)
@@ -87,8 +76,7 @@ class GlooLinkFactory:
             # A device listens from its making on, so neither end makes one before the other is there.
             spec.store.set(f"gloo/{spec.rank}", b"here")
             spec.store.wait([f"gloo/{1 - spec.rank}"])
-            ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
-            return GlooLink(spec, self._group(spec), ring, on_dead, self._threads)
+            return GlooLink(spec, self._group(spec), on_dead, self._threads)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {_first_line(error)}") from None
 
@@ -109,14 +97,13 @@ class GlooLink:
         self,
         spec: LinkSpec,
         group: _Group,
-        ring: SlotRing,
         on_dead: Callable[[str], None],
         threads: DeviceThreads,
     ) -> None:
         self._peer = 1 - spec.rank
         self._group = group
-        self._ring = ring
-        self.max_arrivals = ring.num_slots
+        self._ring = spec.ring
+        self.max_arrivals = spec.ring.num_slots
         self._on_dead = on_dead
         self._starter = threads.executor(f"sender {spec.name}")
         challenge(spec, self._exchange)
@@ -149,7 +136,6 @@ class GlooLink:
         self.abort()
         self._starter.shutdown()
         self._canary_thread.join()
-        self._ring.close()
 
     def _start(
         self, op: Callable[[list[torch.Tensor], int, int], Work], buffer: torch.Tensor, tag: int

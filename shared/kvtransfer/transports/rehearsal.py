@@ -120,7 +120,7 @@ class Rehearsal:
     def _receive(self, trial: _Trial) -> LinkRate:
         theirs = trial.take("sizes", _SIZES)
         num_messages = min(theirs.num_messages, trial.link.max_arrivals)
-        nbytes = min(theirs.nbytes, trial.spec.slot_nbytes, _MAX_NBYTES // num_messages)
+        nbytes = min(theirs.nbytes, trial.spec.ring.slot_nbytes, _MAX_NBYTES // num_messages)
         sizes = _Sizes(num_messages, nbytes // _SMALL_NBYTES * _SMALL_NBYTES)
         trial.post("agreed", sizes)
         target = torch.empty(sizes.nbytes, dtype=torch.uint8, device=self._device)
@@ -161,7 +161,6 @@ class Rehearsal:
 
     def _send(self, trial: _Trial) -> LinkRate:
         ring = trial.spec.ring
-        assert ring is not None, "a sender has slots"
         trial.post("sizes", _Sizes(ring.num_slots, ring.slot_nbytes))
         sizes = trial.take("agreed", _SIZES)
         too_large = sizes.num_messages > ring.num_slots or sizes.nbytes > ring.slot_nbytes

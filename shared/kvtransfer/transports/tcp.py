@@ -25,18 +25,16 @@ from torch.distributed import DistStoreError
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError, PeerGone
-from shared.kvtransfer.link import RECEIVER, Copier, Driver, Link, LinkSpec, Stepped
-from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.link import RECEIVER, Link, LinkSpec
+from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
     HeadedReceive,
     HeadedSlot,
     RingArrival,
-    ThreadDriver,
     challenge,
     peer_answers,
     receive_into,
-    thread_copier,
     wait_for_hang_up,
 )
 from shared.kvtransfer.transports.kv_port import MAGIC, KvPort
@@ -49,29 +47,20 @@ _NUM_PROBES = 2
 
 
 class TcpLinkFactory:
-    """Builds links that are accepted at `options.kv_port`; each is stepped by a thread of its own.
+    """Builds links that are accepted at `options.kv_port`.
 
     ConfigError: the port or the certificate cannot be had.
     """
 
-    def __init__(
-        self, options: TransferOptions, device: torch.device, slot_nbytes: int, threads: DeviceThreads
-    ) -> None:
+    def __init__(self, options: TransferOptions, device: torch.device, threads: DeviceThreads) -> None:
         self._options = options
         self._device = device
-        self._slot_nbytes = slot_nbytes
         self._threads = threads
         self._identity: Identity | None = identity_of(options) if options.kv_tls else None
         self._port = KvPort(options.bind_host, options.kv_port, threads)
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return None
-
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, self._threads)
-
-    def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> HeadedSlot:
         return HeadedSlot.new(nbytes, self._device)
@@ -83,8 +72,7 @@ class TcpLinkFactory:
                 sock = self._secured(spec, exits)
             except (OSError, ValueError, DistStoreError) as error:  # ValueError: the peer told no address
                 raise LinkError(f"building link {spec.name}: {error}") from None
-            ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
-            link = TcpLink(spec, sock, ring, on_dead, self._threads)
+            link = TcpLink(spec, sock, on_dead, self._threads)
             link.held = exits.pop_all()
         return link
 
@@ -139,15 +127,14 @@ class TcpLink:
         self,
         spec: LinkSpec,
         sock: socket.socket,
-        ring: SlotRing,
         on_dead: Callable[[str], None],
         threads: DeviceThreads,
     ) -> None:
-        self.max_arrivals = ring.num_slots
+        self.max_arrivals = spec.ring.num_slots
         self.held = ExitStack()
         """What ends with the link: its socket, and at the receiver its use of the port."""
         self._socket = sock
-        self._ring = ring
+        self._ring = spec.ring
         self._on_dead = on_dead
         challenge(spec, self._exchange)
         self._io = threads.executor(f"io {spec.name}")
@@ -179,7 +166,6 @@ class TcpLink:
         self._io.shutdown()
         self._canary_thread.join()
         self.held.close()
-        self._ring.close()
 
     def _write(self, message: memoryview) -> None:
         with peer_answers(self._socket):

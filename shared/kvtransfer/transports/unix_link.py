@@ -64,7 +64,7 @@ def build_unix_link(
         raise LinkError(f"building link {spec.name}: {error}") from None
     sock.settimeout(options.op_timeout_s)
     try:
-        return UnixLink(spec, sock, sharing, options.num_slots, on_dead, threads)
+        return UnixLink(spec, sock, sharing, on_dead, threads)
     except BaseException:
         sock.close()
         raise
@@ -78,13 +78,12 @@ class UnixLink:
         spec: LinkSpec,
         sock: socket.socket,
         sharing: SlotSharing,
-        num_slots: int,
         on_dead: Callable[[str], None],
         threads: DeviceThreads,
     ) -> None:
         # Arrivals hold no memory of this side, so more are granted than the sender has slots: what to gather next is
         # known there when a slot comes home, and one Grant is for many chunks.
-        self.max_arrivals = 4 * num_slots
+        self.max_arrivals = 4 * spec.ring.num_slots
         self._socket = sock
         self._sharing = sharing
         self._on_dead = on_dead

@@ -131,8 +131,8 @@ class Orders:
         self.path.with_suffix(".read").write_text(str(order.number))
         if order.cut_links:
             for receiver in self._links:
-                for worker in [worker for worker in receiver.links._workers if worker.live]:
-                    worker.abort_ops()
+                for link in [link for link in receiver._links if link.live]:
+                    link.abort_ops()
             self.see(order, [])
 
 

@@ -30,6 +30,7 @@ from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import Grant
 from tests.cluster import Cluster, Node
+from tests.fake_link import FakeLinkFactory
 from tests.fake_network import FakeNetwork, Faults
 from tests.sim.streams.device import FakeGpu, Schedule
 from tests.sim.streams.engine import (
@@ -40,7 +41,7 @@ from tests.sim.streams.engine import (
     streams_engine,
     triton_mover,
 )
-from tests.sim.streams.links import GpuLinkFactory
+from tests.sim.streams.links import DeviceMemory, GpuLinkRunner
 from tests.sim.streams.tensors import DeviceTensor, FakeTorch
 from tests.token_engine import next_token
 
@@ -86,7 +87,7 @@ class Parts:
     new_allocator: Callable[[int], PageAllocator] = PageAllocator
     new_inputs: NewInputs = InputBlock
     new_mover: NewMover = triton_mover
-    links: Callable[[FakeNetwork, str, TransferOptions, FakeGpu], LinkFactory] = GpuLinkFactory
+    links: Callable[[FakeNetwork, str, TransferOptions, DeviceMemory], LinkFactory] = FakeLinkFactory
 
 
 def run(scenario: Scenario, parts: Parts = Parts()) -> list[str]:
@@ -184,8 +185,9 @@ class Fleet:
         self._work(self._random.choice([*self._cluster.live, self._cluster.network]), STEP_S / 10)
 
     def _transports(self, network: FakeNetwork, party: str, options: TransferOptions) -> Transports:
-        links = self._parts.links(network, party, options, self._gpu)
-        return Transports({"fake": links}, slot_nbytes=SLOT_NBYTES)
+        links = self._parts.links(network, party, options, DeviceMemory(self._gpu))
+        runner = GpuLinkRunner(network, party, self._gpu)
+        return Transports({"fake": links}, runner, slot_nbytes=SLOT_NBYTES)
 
     # ------------------------------------------------------------------------------------------- requests
     def _submit(self, number: int) -> None:
@@ -211,7 +213,7 @@ class Fleet:
                     cluster.router.give_up(live[choice % len(live)], "the client went away")
             case "abort the link":
                 node = cluster.nodes[("p0", "d0")[choice % 2]]
-                for worker in node.side.links._workers:
+                for worker in node.side._links:
                     worker.abort_ops()
             case "disconnect":
                 network.disconnect("p0", "d0")
@@ -231,7 +233,7 @@ class Fleet:
         return all(answer.ended for answer in self._cluster.router.answers.values()) and all(
             not node.scheduler.reqs
             and node.scheduler._launcher.in_flight is None
-            and all(worker.finished or worker.live for worker in node.side.links._workers)
+            and all(worker.finished or worker.live for worker in node.side._links)
             for node in self._cluster.live
         )
 

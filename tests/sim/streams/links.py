@@ -12,28 +12,25 @@ from functools import partial
 
 import torch
 
-from shared.config import TransferOptions
-from shared.kvtransfer.link import Copier, Driver, Stepped
+from shared.kvtransfer.link import Copier, Stepped
 from shared.kvtransfer.staging import Slot
-from tests.fake_link import FakeLinkFactory
+from tests.fake_link import FakeLinkRunner
 from tests.fake_network import FakeNetwork
 from tests.sim.streams.device import FakeGpu, FakeStream, Memory
 from tests.sim.streams.tensors import DEVICE, DeviceTensor
 
 
-class GpuLinkFactory(FakeLinkFactory):
-    """Each loop and each copier has a stream of its own."""
+@dataclass(frozen=True)
+class GpuLinkRunner(FakeLinkRunner):
+    """Each link and each copier has a stream of its own."""
 
-    def __init__(self, network: FakeNetwork, party: str, options: TransferOptions, gpu: FakeGpu) -> None:
-        assert options.slot_nbytes is not None
-        super().__init__(network, party, options, options.slot_nbytes, DeviceMemory(gpu))
-        self._gpu = gpu
+    gpu: FakeGpu
 
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        return super().drive(name, OnStream(loop, self._gpu.new()))
+    def drive(self, name: str, link: Stepped) -> Callable[[float], bool]:
+        return super().drive(name, OnStream(link, self.gpu.new()))
 
     def new_copier(self, name: str) -> Copier:
-        return LaterCopier(self._gpu.new(), self._network, self._party)
+        return LaterCopier(self.gpu.new(), self.network, self.party)
 
 
 @dataclass(frozen=True)
@@ -78,18 +75,18 @@ class Address:
 
 @dataclass(frozen=True)
 class OnStream:
-    """A loop that is stepped on a stream."""
+    """A link that is stepped on a stream."""
 
-    loop: Stepped
+    link: Stepped
     stream: FakeStream
 
     @property
     def finished(self) -> bool:
-        return self.loop.finished
+        return self.link.finished
 
     def step(self, *, block: bool) -> bool:
         with self.stream.use():
-            return self.loop.step(block=block)
+            return self.link.step(block=block)
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from shared.kvcache.page_digest import chunk_digest
 from shared.kvcache.page_mover import TorchPageMover
 from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
+from tests.fake_link import FakeLinkFactory
 from tests.sim.streams.device import FakeGpu
 from tests.sim.streams.engine import copy_pages
-from tests.sim.streams.links import GpuLinkFactory
 from tests.sim.streams.tensors import DEVICE, FakeTorch
 
 
@@ -177,7 +177,7 @@ class ResultsOnSideStream(CudaForwardStream):
         return CudaResult(on_host, self._side.record())
 
 
-class LinksAbortedLate(GpuLinkFactory):
+class LinksAbortedLate(FakeLinkFactory):
     """A link whose abort has no effect before it is closed, which is after its ring is free."""
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,19 @@ import torch
 
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
+from shared.errors import LinkError
 from shared.kvcache.page_mover import PageMover
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import PageStore
-from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkFactory, LinkSpec
+from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.staging import SlotRing
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
+from shared.kvtransfer.transports.common import ThreadRunner
 from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory
 from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.rehearsal import Rehearsal
@@ -75,9 +81,10 @@ def transports(options: TransferOptions, threads: DeviceThreads = ON_A_CPU) -> T
 def over_fake_nccl(options: TransferOptions, nccl: FakeNccl, threads: DeviceThreads = ON_A_CPU) -> Transports:
     """Each node is on a GPU of its own."""
     assert options.slot_nbytes is not None
-    factory = NcclLinkFactory(options, CPU, options.slot_nbytes, nccl.new_group, threads)
+    factory = NcclLinkFactory(options, CPU, nccl.new_group, threads)
+    place = Place(gpu=secrets.token_hex(4))
     return Transports(
-        {"nccl": factory}, Place(gpu=secrets.token_hex(4)), options.slot_nbytes, rehearse=Rehearsal(CPU)
+        {"nccl": factory}, ThreadRunner(threads), place, options.slot_nbytes, rehearse=Rehearsal(CPU)
     )
 
 
@@ -86,8 +93,9 @@ def over_fake_cuda(
 ) -> Transports:
     assert options.slot_nbytes is not None
     factory = CudaIpcLinkFactory(options, runtime, threads)
+    place = Place(host_identity(), "GPU-0")
     return Transports(
-        {"cuda-ipc": factory}, Place(host_identity(), "GPU-0"), options.slot_nbytes, rehearse=Rehearsal(CPU)
+        {"cuda-ipc": factory}, ThreadRunner(threads), place, options.slot_nbytes, rehearse=Rehearsal(CPU)
     )
 
 
@@ -122,6 +130,58 @@ def num_descriptors() -> int:
 
 def num_shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("baton-kv-slot")
+
+
+def link_spec(rank: int, store: LinkStore, factory: LinkFactory, num_slots: int = 4) -> LinkSpec:
+    """A link that a test builds by itself, with slots of 4096 bytes."""
+    ring = SlotRing(num_slots, 4096, factory.new_slot)
+    return LinkSpec(name="l", rank=rank, secret=b"s", store=store, ring=ring)
+
+
+class Ends:
+    """Both ends of one link, and their stores, whose entries pass unless the test holds headers back."""
+
+    def __init__(self, factory: LinkFactory, num_slots: int = 4) -> None:
+        self.factory = factory
+        self.headers: list[tuple[str, bytes]] = []
+        self.holds_headers = False
+        self.links: dict[int, Link] = {}
+        self.failures: dict[int, str] = {}
+        self.died = {rank: threading.Event() for rank in (RECEIVER, SENDER)}
+        self.stores = {rank: LinkStore(partial(self._pass, 1 - rank), PATIENCE_S) for rank in self.died}
+        threads = [threading.Thread(target=self._build, args=(rank, num_slots)) for rank in self.died]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    @property
+    def sender(self) -> Link:
+        return self.links[SENDER]
+
+    @property
+    def receiver(self) -> Link:
+        return self.links[RECEIVER]
+
+    def _pass(self, to: int, name: str, value: bytes) -> None:
+        if self.holds_headers and name.startswith("header/"):
+            self.headers.append((name, value))
+        else:
+            self.stores[to].feed(name, value)
+
+    def _build(self, rank: int, num_slots: int) -> None:
+        spec = link_spec(rank, self.stores[rank], self.factory, num_slots)
+        try:
+            link = self.factory.build(spec, lambda reason: self.died[rank].set(), block=True)
+        except LinkError as error:
+            self.failures[rank] = str(error)
+            return
+        assert link is not None
+        self.links[rank] = link
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
 
 
 class Mailbox:
@@ -230,7 +290,7 @@ class LinkPair:
         self.until(lambda: key(number) in self.received)
 
     def until_opened(self, num_links: int) -> None:
-        self.until(lambda: self.d.peers.num_links_opened >= num_links)
+        self.until(lambda: self.d.num_links_opened >= num_links)
 
     def linked(self) -> bool:
         return num_live(self.p) == num_live(self.d) == 1

@@ -13,7 +13,7 @@ import torch
 
 from shared.config import TransferOptions
 from shared.kvcache.pools import TokenToKVPool
-from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.peering import UNNAMED_IDLE_S
 from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
@@ -157,13 +157,13 @@ def test_pages_move_in_both_directions_at_once(two: Two) -> None:
 def test_a_link_that_is_lost_one_way_leaves_the_other_way_alone(two: Two) -> None:
     there, back = two.send(two.a, two.b, [1], [40]), two.send(two.b, two.a, [1], [40])
     two.until(lambda: there in two.b.received and back in two.a.received)
-    two.a.sides.sender.links.fail_peer(two.b.ref.incarnation, "test")
+    two.a.sides.sender.end_link_of(two.b.ref.incarnation, "test")
     back = two.send(two.b, two.a, [1, 2], [40, 41])
     two.until(lambda: back in two.a.received)
     assert isinstance(two.a.received[back], Received)
-    assert two.a.sides.receiver.peers.num_links_opened == 1
+    assert two.a.sides.receiver.num_links_opened == 1
     there = two.send(two.a, two.b, [1, 2], [40, 41])
-    two.until(lambda: there in two.b.received and two.b.sides.receiver.peers.num_links_opened == 2)
+    two.until(lambda: there in two.b.received and two.b.sides.receiver.num_links_opened == 2)
     two.until(lambda: num_live(two.a.sides.sender) == 1)
 
 
@@ -173,8 +173,8 @@ def test_a_link_that_is_not_used_is_closed_and_built_again_when_it_is(two: Two) 
     two.a.sides.peering._peers[two.b.ref.incarnation].used_at -= UNNAMED_IDLE_S
     two.until(lambda: not two.a.sides.peering._peers)
     two.until(lambda: num_live(two.a.sides.sender) == num_live(two.b.sides.receiver) == 0)
-    two.until(lambda: two.a.ref.incarnation not in two.b.sides.receiver.peers)
-    assert two.b.sides.receiver.peers.num_links_opened == 1
+    two.until(lambda: two.a.ref.incarnation not in two.b.sides.receiver._peers)
+    assert two.b.sides.receiver.num_links_opened == 1
     again = two.send(two.a, two.b, [1], [40])
     two.until(lambda: again in two.b.received)
     assert isinstance(two.b.received[again], Received)

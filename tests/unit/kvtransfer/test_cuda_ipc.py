@@ -21,8 +21,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory, IpcSharing, IpcSlot
-from shared.kvtransfer.transports.shared_memory import SharedSlot
-from shared.kvtransfer.transports.shm import ShmLinkFactory
+from shared.kvtransfer.transports.shm import SharedSlot, ShmLinkFactory
 from tests.fake_cuda import ALLOCATION_NBYTES, FakeRuntime
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (

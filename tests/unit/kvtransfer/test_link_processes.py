@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
-from shared.kvtransfer.links import Endpoint
+from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import NodeRef, ReqKey

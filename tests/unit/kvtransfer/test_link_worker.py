@@ -4,45 +4,32 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import DistStoreError
 
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.link import (
-    RECEIVER,
-    SENDER,
-    Copier,
-    Driver,
-    Link,
-    LinkRate,
-    LinkSpec,
-    Rehearse,
-    Stepped,
-)
-from shared.kvtransfer.link_store import LinkStore
-from shared.kvtransfer.link_worker import LinkLoop, LinkWorker
-from shared.kvtransfer.receive_loop import ReceiveLoop
-from shared.kvtransfer.send_loop import SendLoop
-from shared.kvtransfer.staging import Slot, SlotRing
-from shared.kvtransfer.transports.common import HeadedSlot, thread_copier
+from shared.kvtransfer.link import Link, LinkRate, LinkSpec
+from shared.kvtransfer.link_worker import LinkWorker
+from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.tcp import TcpLink
-from shared.protocol.messages import ReqKey
-from shared.protocol.transfer_messages import Grant, GrantedChunk, Place
 from tests.patience import PATIENCE_S
+from tests.unit.kvtransfer.lone_link import (
+    KEY,
+    LoneFactory,
+    grant,
+    receive_worker,
+    run_to_its_end,
+    send_worker,
+)
 from tests.unit.kvtransfer.looks import slots_out
-
-KEY = ReqKey("router", "a", 0)
-PAGE_NBYTES = 8
 
 
 class TimedOut:
@@ -61,7 +48,7 @@ class TimedOut:
 class StuckLink:
     """A communicator whose peer says nothing. Kernels use their slots until the first abort."""
 
-    slots_out: Callable[[], int]
+    slots_out: Callable[[], int] = lambda: 0
     max_arrivals: int = 2
     num_kernels: int = 0
     calls: list[tuple[str, int]] = field(default_factory=list)
@@ -82,131 +69,35 @@ class StuckLink:
         self.calls.append(("close", self.slots_out()))
 
 
-@dataclass
-class Factory:
-    """Builds `link`, which the test steps."""
-
-    link: StuckLink
-
-    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link:
-        return self.link
-
-    def obstacle(self, ours: Place, theirs: Place) -> str | None:
-        return None
-
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        return Undriven()
-
-    def new_copier(self, name: str) -> Copier:
-        raise AssertionError("the loop has one")
-
-    def new_slot(self, nbytes: int) -> Slot:
-        raise AssertionError("the ring makes them")
+def sending(factory: LoneFactory) -> LinkWorker:
+    worker = send_worker(factory)
+    worker.accept(grant(0))
+    return worker
 
 
-class Undriven:
-    def join(self, timeout_s: float) -> bool:
-        return True
+def receiving(factory: LoneFactory) -> LinkWorker:
+    worker = receive_worker(factory)
+    worker.enqueue(KEY, [Chunk(0, 1, 0, 1)], bulk=False)
+    return worker
 
 
-class Pages:
-    """One layer. It sends and wants whatever is asked of it."""
-
-    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        return num_pages * num_layers * PAGE_NBYTES
-
-    def gather(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
-    ) -> int:
-        return 0
-
-    def scatter(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
-    ) -> int:
-        raise AssertionError("nothing arrives")
-
-    def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int]:
-        return [chunk.first_page]
-
-    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None: ...
-
-    def wants(self, key: ReqKey) -> bool:
-        return True
-
-    def is_hurried(self) -> bool:
-        return False
-
-    def begin_scatter(self, key: ReqKey, chunk: Chunk) -> None: ...
-
-    def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None: ...
-
-    def refused(self, key: ReqKey, reason: str, *, corrupt: bool = False) -> None: ...
-
-
-def new_ring() -> SlotRing:
-    return SlotRing(2, PAGE_NBYTES, lambda nbytes: Slot(torch.zeros(nbytes, dtype=torch.uint8)))
-
-
-def sending() -> SendLoop:
-    copier = thread_copier("test", DeviceThreads())
-    loop = SendLoop(ring=new_ring(), pages=Pages(), num_layers=1, gate=Pages(), copier=copier)
-    loop.accept(Grant("l", 0, (GrantedChunk(KEY, 0, 1, 0, 1, PAGE_NBYTES),)))
-    return loop
-
-
-def receiving() -> ReceiveLoop:
-    loop = ReceiveLoop(name="l", pages=Pages(), gate=Pages(), send_grant=lambda grant: None)
-    loop.enqueue(KEY, [Chunk(0, 1, 0, 1)], bulk=False)
-    return loop
-
-
-def new_worker(
-    rank: int, loop: LinkLoop, factory: Factory, rehearse: Rehearse | None = None, peer_report_s: float = 0.0
-) -> LinkWorker:
-    return LinkWorker(
-        spec=LinkSpec(
-            name="l",
-            rank=rank,
-            secret=b"",
-            slot_nbytes=PAGE_NBYTES,
-            store=LinkStore(lambda name, value: None, PATIENCE_S),
-        ),
-        peer_id="p",
-        transport="nccl",
-        loop=loop,
-        factory=factory,
-        rehearse=rehearse,
-        passed_over={},
-        clock=time.monotonic,
-        report_dead=lambda worker, reason: None if worker.death else worker.stop(reason),
-        peer_report_s=peer_report_s,
-    )
-
-
-def run_to_its_end(worker: LinkWorker) -> str:
-    """Why it died."""
-    while not worker.finished:
-        worker.step(block=True)
-    assert worker.death is not None
-    return worker.death
-
-
-@pytest.mark.parametrize(("rank", "new_loop"), [(SENDER, sending), (RECEIVER, receiving)])
+@pytest.mark.parametrize("new_worker", [sending, receiving])
 def test_a_link_that_timed_out_is_aborted_before_its_slots_are_free(
-    rank: int, new_loop: Callable[[], LinkLoop]
+    new_worker: Callable[[LoneFactory], LinkWorker],
 ) -> None:
-    loop = new_loop()
-    link = StuckLink(lambda: slots_out(loop))
-    assert run_to_its_end(new_worker(rank, loop, Factory(link))).startswith("timed out")
+    link = StuckLink()
+    worker = new_worker(LoneFactory(link))
+    link.slots_out = lambda: slots_out(worker)
+    assert run_to_its_end(worker).startswith("timed out")
     assert link.num_kernels == 1
     assert link.calls == [("abort", 1), ("close", 0)]
 
 
 @dataclass
-class Aborted(Factory):
+class Aborted(LoneFactory):
     """The peer aborts each link while it is rehearsed. Its `report` of why comes a moment later."""
 
-    report: threading.Thread
+    report: threading.Thread = field(kw_only=True)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link:
         self.on_dead = on_dead
@@ -237,27 +128,26 @@ def test_a_link_that_ends_in_its_rehearsal_dies_of_what_the_peer_reports_if_that
         if reported and worker.death is None:
             worker.stop("message 0 arrived corrupt")
 
-    factory = Aborted(StuckLink(lambda: 0), threading.Timer(0.2, report))
-    peer_report_s = PATIENCE_S if reported else 0.0
-    worker = new_worker(SENDER, sending(), factory, partial(rehearse, factory), peer_report_s)
+    factory = Aborted(StuckLink(), report=threading.Timer(0.2, report))
+    worker = send_worker(factory, rehearse=partial(rehearse, factory))
+    worker.peer_report_s = PATIENCE_S if reported else 0.0
     death = run_to_its_end(worker)
     factory.report.join()
     assert death == "message 0 arrived corrupt" if reported else death.endswith("noticed")
 
 
 @dataclass
-class Closed(Factory):
+class Closed(LoneFactory):
     """The peer has closed its end in the challenge. Its `report` of why comes a moment later."""
 
-    report: threading.Thread
+    report: threading.Thread = field(kw_only=True)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link:
         self.report.start()
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.shutdown(socket.SHUT_WR)
-            ring = SlotRing(1, PAGE_NBYTES, lambda nbytes: HeadedSlot.new(nbytes, torch.device("cpu")))
-            return TcpLink(spec, ours, ring, on_dead, DeviceThreads())
+            return TcpLink(spec, ours, on_dead, DeviceThreads())
 
 
 @pytest.mark.parametrize("reported", [True, False])
@@ -268,8 +158,8 @@ def test_a_link_whose_peer_leaves_the_challenge_dies_of_what_the_peer_reports_if
         if reported and worker.death is None:
             worker.stop("the peer failed the challenge")
 
-    factory = Closed(StuckLink(lambda: 0), threading.Timer(0.2, report))
-    worker = new_worker(SENDER, sending(), factory, peer_report_s=PATIENCE_S if reported else 0.0)
+    worker = send_worker(factory := Closed(report=threading.Timer(0.2, report)))
+    worker.peer_report_s = PATIENCE_S if reported else 0.0
     death = run_to_its_end(worker)
     factory.report.join()
     assert death == ("the peer failed the challenge" if reported else "the peer is gone: end of file")

@@ -17,8 +17,7 @@ import torch
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError
-from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
-from shared.kvtransfer.link_store import LinkStore
+from shared.kvtransfer.link import RECEIVER, SENDER
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import ReceiveFailed
 from shared.kvtransfer.transports.choice import make_transports
@@ -26,7 +25,7 @@ from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory, configure, n
 from shared.protocol.transfer_messages import Place
 from tests.fake_nccl import FakeNccl
 from tests.patience import PATIENCE_S, until
-from tests.unit.kvtransfer.link_pair import CPU, LinkPair, key, over_fake_nccl, real
+from tests.unit.kvtransfer.link_pair import CPU, Ends, LinkPair, key, over_fake_nccl, real
 from tests.unit.kvtransfer.looks import num_slots_out
 
 OPTIONS = TransferOptions(op_timeout_s=PATIENCE_S, build_timeout_s=PATIENCE_S)
@@ -86,53 +85,8 @@ def test_backends_that_cannot_work_are_refused(backend: str, reason: str) -> Non
         make_transports(TransferOptions(backend=backend), CPU)
 
 
-class Ends:
-    """Both ends of one link, and their stores, whose entries pass unless the test holds them back."""
-
-    def __init__(self, nccl: FakeNccl, options: TransferOptions = OPTIONS) -> None:
-        self.stores: dict[int, LinkStore] = {}
-        self.headers: list[tuple[str, bytes]] = []
-        self.holds_headers = False
-        for rank in (RECEIVER, SENDER):
-            self.stores[rank] = LinkStore(
-                lambda name, value, to=1 - rank: self._pass(to, name, value), PATIENCE_S
-            )  # type: ignore[misc]
-        self.factory = NcclLinkFactory(options, CPU, 4096, nccl.new_group, DeviceThreads())
-        self.links: dict[int, Link] = {}
-        self.failures: dict[int, str] = {}
-        threads = [threading.Thread(target=self._build, args=(rank,)) for rank in self.stores]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    @property
-    def sender(self) -> Link:
-        return self.links[SENDER]
-
-    @property
-    def receiver(self) -> Link:
-        return self.links[RECEIVER]
-
-    def _pass(self, to: int, name: str, value: bytes) -> None:
-        if self.holds_headers and name.startswith("header/"):
-            self.headers.append((name, value))
-        else:
-            self.stores[to].feed(name, value)
-
-    def _build(self, rank: int) -> None:
-        spec = LinkSpec(name="l", rank=rank, secret=b"s", store=self.stores[rank], slot_nbytes=4096)
-        try:
-            link = self.factory.build(spec, lambda reason: None, block=True)
-        except LinkError as error:
-            self.failures[rank] = str(error)
-            return
-        assert link is not None
-        self.links[rank] = link
-
-    def close(self) -> None:
-        for link in self.links.values():
-            link.close()
+def nccl_ends(nccl: FakeNccl, options: TransferOptions = OPTIONS) -> Ends:
+    return Ends(NcclLinkFactory(options, CPU, nccl.new_group, DeviceThreads()), options.num_slots)
 
 
 @pytest.fixture
@@ -142,7 +96,7 @@ def nccl() -> FakeNccl:
 
 @pytest.fixture
 def ends(nccl: FakeNccl) -> Iterator[Ends]:
-    ends = Ends(nccl)
+    ends = nccl_ends(nccl)
     yield ends
     ends.close()
 
@@ -178,7 +132,7 @@ def test_headers_that_come_before_their_payloads_find_them(ends: Ends, nccl: Fak
 
 def test_an_op_whose_time_is_over_has_let_go_of_its_slot(nccl: FakeNccl) -> None:
     """NCCL's kernels have no timeout that ends them, so the op aborts the group before it says that it has failed."""
-    ends = Ends(nccl, replace(OPTIONS, op_timeout_s=0.2))
+    ends = nccl_ends(nccl, replace(OPTIONS, op_timeout_s=0.2))
     nccl.hold()
     arrival = ends.receiver.recv(100, 0)
     assert nccl.scribble() == 1
@@ -212,7 +166,7 @@ def test_a_link_that_is_given_up_frees_the_thread_that_waits(ends: Ends, nccl: F
 
 
 def test_a_message_whose_header_never_comes_fails(nccl: FakeNccl) -> None:
-    ends = Ends(nccl, replace(OPTIONS, op_timeout_s=0.2))
+    ends = nccl_ends(nccl, replace(OPTIONS, op_timeout_s=0.2))
     ends.holds_headers = True
     arrival = ends.receiver.recv(100, 0)
     ends.sender.send(ends.factory.new_slot(4096), 100, 0, HEADER)
@@ -224,14 +178,14 @@ def test_a_message_whose_header_never_comes_fails(nccl: FakeNccl) -> None:
 
 def test_building_that_hangs_is_aborted(nccl: FakeNccl) -> None:
     nccl.connect_hangs = True
-    ends = Ends(nccl, replace(OPTIONS, build_timeout_s=0.3))
+    ends = nccl_ends(nccl, replace(OPTIONS, build_timeout_s=0.3))
     assert len(ends.failures) == 2 and "aborted" in ends.failures[SENDER]
     assert sorted(nccl.events) == ["abort 0", "abort 1"]
 
 
 def test_a_wrong_peer_leaves_no_supervisor(nccl: FakeNccl) -> None:
     before = threading.active_count()
-    ends = Ends(nccl)
+    ends = nccl_ends(nccl)
     ends.close()
     until(lambda: threading.active_count() <= before)
 
@@ -248,7 +202,7 @@ def test_memory_of_a_dead_link_is_freed_after_its_abort(nccl: FakeNccl) -> None:
             return slot
 
     def watched(rank: int) -> NcclLinkFactory:
-        factory = WatchedFactory(options, CPU, 256 << 10, nccl.new_group, DeviceThreads())
+        factory = WatchedFactory(options, CPU, nccl.new_group, DeviceThreads())
         factory.rank = rank
         return factory
 
@@ -265,7 +219,7 @@ def test_memory_of_a_dead_link_is_freed_after_its_abort(nccl: FakeNccl) -> None:
     until(lambda: num_slots_out(pair.p) > 0 and num_slots_out(pair.d) > 0)
     nccl.events.clear()
     pair.p.on_disconnected("d0", "killed")
-    pair.d.links.fail_peer("p0", "killed")
+    pair.d.end_link_of("p0", "killed")
     pair.until(lambda: key(0) in pair.received)
     assert isinstance(pair.received[key(0)], ReceiveFailed)
     until(lambda: num_slots_out(pair.p) == num_slots_out(pair.d) == 0)

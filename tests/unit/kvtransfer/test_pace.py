@@ -9,7 +9,7 @@ import pytest
 from shared.kvtransfer.link import LinkRate
 from shared.kvtransfer.pace import NUM_WINDOWS, Pace
 from shared.protocol.messages import ReqKey
-from tests.unit.kvtransfer.test_receive_loop import Rig
+from tests.unit.kvtransfer.test_receive_worker import Rig
 
 MIB = 1 << 20
 RATE = LinkRate(gb_s=1.0, latency_ms=0.5)
@@ -76,15 +76,17 @@ def test_small_transfers_say_nothing(moving: Moving) -> None:
 
 
 def test_the_loop_times_chunks_from_their_grant_until_they_are_taken_in() -> None:
-    rig, now = Rig(), 5.0
-    pace = Pace("l", "gloo", LinkRate(gb_s=1.3e-6, latency_ms=1.0), lambda: now)
-    rig.loop.attach(rig.link, pace)  # type: ignore[arg-type]
+    now, rate = 5.0, LinkRate(gb_s=1.3e-6, latency_ms=1.0)
+    rig = Rig(clock=lambda: now, rehearse=lambda link, spec, fail: rate)
     key = ReqKey("r", "0", 0)
     for _ in range(NUM_WINDOWS):  # two chunks are a window
         now += 1000.0
         rig.offer(key, 0, 1)
-        rig.loop.step(block=False)
+        rig.worker.step(block=False)
         now += 1.0
         rig.arrive()
     assert {arrival.slot.buffer.numel() for arrival in rig.link.arrivals} == {8}
-    assert pace.slow_gb_s == pytest.approx(16 / 1e9), "in the second that they took, not in the pauses"
+    assert rig.worker._pace is not None
+    assert rig.worker._pace.slow_gb_s == pytest.approx(16 / 1e9), (
+        "in the second that they took, not in the pauses"
+    )

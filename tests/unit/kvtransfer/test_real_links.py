@@ -61,7 +61,7 @@ def test_an_idle_link_outlives_the_timeout_of_its_ops(options: TransferOptions) 
     pair.transfer(0, [1, 2], [3, 4])
     pair.until(lambda: key(0) in pair.received)
     assert isinstance(pair.received[key(0)], Received)
-    assert pair.d.peers.num_links_opened == 1
+    assert pair.d.num_links_opened == 1
     pair.close()
 
 
@@ -72,7 +72,7 @@ def test_cancelled_chunks_are_drained_and_the_link_goes_on(pair: LinkPair) -> No
     pair.transfer(99, [1, 2], [3, 4])
     pair.until(lambda: len(pair.received) == len(pair.sent) == 21)
     assert isinstance(pair.received[key(99)], Received)
-    assert pair.d.peers.num_links_opened == 1
+    assert pair.d.num_links_opened == 1
     until(lambda: num_slots_out(pair.p) == num_slots_out(pair.d) == 0)
 
 
@@ -96,12 +96,12 @@ def test_a_wrong_secret_fails_the_challenge(options: TransferOptions) -> None:
 def test_a_lost_link_is_built_anew(pair: LinkPair) -> None:
     pair.until(pair.linked)
     pair.transfer(0, list(range(1, 60)), list(range(1, 60)))
-    worker = pair.p.links.worker("d0")
+    worker = pair.p._peers["d0"].link
     assert worker is not None
     worker.abort_ops()  # the data connection breaks; both control connections live
     pair.until(lambda: key(0) in pair.received and key(0) in pair.sent)
     pair.until(pair.linked)
-    assert pair.d.peers.num_links_opened == 2
+    assert pair.d.num_links_opened == 2
     pair.transfer(1, list(range(1, 60)), list(range(1, 60)))
     pair.until(lambda: key(1) in pair.received)
     assert isinstance(pair.received[key(1)], Received)
@@ -122,7 +122,7 @@ def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
         pair.p.on_connected("d0")
         pair.until_opened(number + 2)
     pair.until(pair.linked)
-    assert pair.d.peers.num_links_opened >= 100
+    assert pair.d.num_links_opened >= 100
     pair.close()
     until(
         lambda: (

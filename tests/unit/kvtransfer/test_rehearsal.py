@@ -16,7 +16,7 @@ from shared.device_streams import StreamEvent
 from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, Arrival, LinkSpec, Op
 from shared.kvtransfer.link_store import LinkStore
-from shared.kvtransfer.staging import Slot
+from shared.kvtransfer.staging import Slot, SlotRing
 from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.rehearsal import Rehearsal
 from tests.fake_cuda import FakeRuntime
@@ -132,7 +132,8 @@ class Peer:
         return
 
     def rehearse(self) -> None:
-        spec = LinkSpec(name="l", rank=RECEIVER, secret=b"", store=self.store, slot_nbytes=1 << 30)
+        ring = SlotRing(1, 1 << 30, lambda nbytes: Slot(torch.empty(nbytes, dtype=torch.uint8)))
+        spec = LinkSpec(name="l", rank=RECEIVER, secret=b"", store=self.store, ring=ring)
         Rehearsal(CPU)(self, spec, lambda reason: None)
 
 
@@ -170,7 +171,7 @@ def test_a_gpu_without_memory_for_slots_passes_the_transport_over(
         gloo = transports(replace(options, backend="gloo"))
         factories = {**nccl.factories, **gloo.factories}
         if name == full:
-            factories["nccl"] = FullGpu(options, CPU, 64 << 10, NCCL.new_group, ON_A_CPU)
+            factories["nccl"] = FullGpu(options, CPU, NCCL.new_group, ON_A_CPU)
         both[name] = replace(nccl, factories=factories)
     pair = LinkPair(options, p_transports=both["p"], d_transports=both["d"])
     try:

@@ -16,15 +16,14 @@ import torch
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkSpec
+from shared.kvtransfer.link import RECEIVER, SENDER
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import HEADER_NBYTES
-from shared.kvtransfer.transports.shared_memory import SharedSlot, map_slot
-from shared.kvtransfer.transports.shm import ShmLinkFactory
+from shared.kvtransfer.transports.shm import SharedSlot, ShmLinkFactory, map_slot
 from shared.kvtransfer.transports.unix_link import accept_from
 from tests.fake_cuda import is_writable
 from tests.patience import PATIENCE_S
-from tests.unit.kvtransfer.link_pair import num_descriptors, num_shared_mappings
+from tests.unit.kvtransfer.link_pair import Ends, link_spec, num_descriptors, num_shared_mappings
 
 torch.set_num_threads(1)
 HEADER = bytes(HEADER_NBYTES)
@@ -66,40 +65,13 @@ def test_a_mapping_lives_as_long_as_its_last_tensor() -> None:
     assert num_shared_mappings() == before
 
 
-class Ends:
-    """Both ends of one link in this process."""
-
-    def __init__(self, options: TransferOptions = OPTIONS) -> None:
-        stores: dict[int, LinkStore] = {}
-        for rank in (RECEIVER, SENDER):
-            stores[rank] = LinkStore(
-                lambda name, value, to=1 - rank: stores[to].feed(name, value),  # type: ignore[misc]
-                PATIENCE_S,
-            )
-        self.factory = ShmLinkFactory(options, DeviceThreads())
-        self.links: dict[int, Link] = {}
-        self.died = {rank: threading.Event() for rank in (RECEIVER, SENDER)}
-        threads = [threading.Thread(target=self._build, args=(rank, stores[rank])) for rank in stores]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.sender, self.receiver = self.links[SENDER], self.links[RECEIVER]
-
-    def _build(self, rank: int, store: LinkStore) -> None:
-        spec = LinkSpec(name="l", rank=rank, secret=b"s", store=store, slot_nbytes=4096)
-        link = self.factory.build(spec, lambda reason: self.died[rank].set(), block=True)
-        assert link is not None
-        self.links[rank] = link
-
-    def close(self) -> None:
-        self.sender.close()
-        self.receiver.close()
+def shm_ends(options: TransferOptions = OPTIONS) -> Ends:
+    return Ends(ShmLinkFactory(options, DeviceThreads()), options.num_slots)
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    ends = Ends()
+    ends = shm_ends()
     yield ends
     ends.close()
 
@@ -152,7 +124,7 @@ def test_a_record_that_points_outside_its_slot_ends_the_link(ends: Ends) -> None
 
 
 def test_an_op_times_out_when_the_peer_does_nothing() -> None:
-    ends = Ends(replace(OPTIONS, op_timeout_s=0.5))
+    ends = shm_ends(replace(OPTIONS, op_timeout_s=0.5))
     op = ends.sender.send(ends.factory.new_slot(100), 100, 0, HEADER)
     with pytest.raises(LinkError, match=r"timed out after 0.5 s"):
         op.wait(block=True)
@@ -234,8 +206,7 @@ def test_a_link_is_not_built_with_another_users_process() -> None:
 
     store = LinkStore(tell, 5.0)
     store.feed("unix/connected", b"")
-    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store, slot_nbytes=4096)
     factory = ShmLinkFactory(TransferOptions(op_timeout_s=2.0, build_timeout_s=5.0), DeviceThreads())
     with pytest.raises(LinkError, match=r"timed out$"):
-        factory.build(spec, lambda reason: None, block=True)
+        factory.build(link_spec(RECEIVER, store, factory), lambda reason: None, block=True)
     assert strangers[0].wait() == 0, "it connected, and was hung up on"

@@ -187,7 +187,7 @@ def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World
     world.run(0.1)
     assert world.p.pages.num_gathers == world.d.pages.num_scatters == 0
     assert num_slots_out(world.d.side) == 0
-    assert world.d.side.peers.num_links_opened == 1
+    assert world.d.side.num_links_opened == 1
 
 
 @pytest.mark.parametrize("host_name", ["p0", "d0"])
@@ -205,12 +205,11 @@ def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(
             case "cancelled":
                 host.side.cancel(key(0), "aborted")
             case "link lost":
-                host.side.links.fail_peer(peer, "test")
+                host.side.end_link_of(peer, "test")
             case "cancelled by the peer":
                 host.side.on_message(peer, CancelTransfer(key(0), "aborted"))
             case "closed":
-                with host.side._lock:  # all of close() but the joining of threads, of which this is one
-                    host.side.links.fail_all("closing")
+                host.side.end_link_of(peer, "closing")  # all of close() but the joining of threads
         host.step()
         seen_in_the_middle.append(key(0) in host.ended)
 
@@ -524,11 +523,11 @@ def test_a_node_that_ends_in_order_is_not_called_silent(
     world = new_world()
     open_both(world)
     world.run(1.0)
-    num_links = world.d.side.peers.num_links_opened
+    num_links = world.d.side.num_links_opened
     world.p.side.close()
     world.run(2 * FAST.peer_timeout_s)
-    assert "p0" not in world.d.side.peers
-    assert world.d.side.peers.num_links_opened == num_links
+    assert "p0" not in world.d.side._peers
+    assert world.d.side.num_links_opened == num_links
     assert "peer_silent" not in caplog.text
 
 
@@ -536,9 +535,9 @@ def test_the_link_of_a_node_that_leaves_is_dead_at_once(new_world: NewWorld) -> 
     world = new_world()
     open_both(world)
     world.run(1.0)
-    assert world.d.side.links.worker("p0") is not None
+    assert world.d.side._peers["p0"].link is not None
     world.d.side.on_message("p0", PeerLeft())
-    assert world.d.side.links.worker("p0") is None
+    assert "p0" not in world.d.side._peers
 
 
 def test_another_peer_cannot_touch_a_transfer(new_world: NewWorld) -> None:
@@ -616,7 +615,7 @@ def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[st
     world.run(0.3)
     assert "link lost" in failure(world).reason
     assert "link lost" in world.p.ended[key(0)].reason
-    assert world.d.side.peers.num_links_opened == 2
+    assert world.d.side.num_links_opened == 2
 
 
 # ------------------------------------------------------------------------------------------ corruption
@@ -632,7 +631,7 @@ def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
     open_both(world, number=1)  # the link itself is fine
     world.run(0.5)
     assert isinstance(world.d.ended[key(1)], Received)
-    assert world.d.side.peers.num_links_opened == 1
+    assert world.d.side.num_links_opened == 1
 
 
 def test_a_byte_that_changed_after_the_check_is_noticed_by_comparing_pages(new_world: NewWorld) -> None:
@@ -795,11 +794,11 @@ def test_a_stopped_decode_node_fails_even_what_waits_for_its_reservation(world: 
 def test_a_reservation_made_on_a_link_that_was_already_lost_ends_with_the_next_link(world: World) -> None:
     world.p.rate = 0
     world.run(0.3)
-    world.p.side.links.fail_peer("d0", "test")
+    world.p.side.end_link_of("d0", "test")
     world.network.drop_next(Done)
     open_both(world)  # the decode node does not know yet
     world.run(0.3)
-    assert world.d.side.peers.num_links_opened == 2
+    assert world.d.side.num_links_opened == 2
     assert world.p.ended[key(0)].reason == "the link was replaced"
 
 
@@ -831,9 +830,9 @@ def test_a_link_that_dies_is_built_anew_with_a_pause_that_grows(new_world: NewWo
     world.network.drop_next(StoreSet, 10**6)  # no link can be built
     opened_at: list[float] = []
     for _ in range(1000):
-        before = world.d.side.peers.num_links_opened
+        before = world.d.side.num_links_opened
         world.run(0.01)
-        if world.d.side.peers.num_links_opened > before:
+        if world.d.side.num_links_opened > before:
             opened_at.append(world.network.clock.now)
     gaps = [later - earlier - FAST.build_timeout_s for earlier, later in itertools.pairwise(opened_at)]
     assert len(gaps) > 5
@@ -900,9 +899,7 @@ def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world
     open_both(world, number=0)
     world.p.open(key(1), "d0", 3)  # still waits for its reservation
     world.run(0.2)
-    worker = world.p.side.links.worker("d0")
-    assert worker is not None
-    world.p.side.links.fail(worker, "test")
+    world.p.side.end_link_of("d0", "test")
     world.network.release(Grant)
     world.run(0.5)
     assert "link lost" in failure(world).reason

@@ -16,13 +16,13 @@ from torch.distributed import Work
 
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.kvtransfer.link import RECEIVER, LinkSpec
+from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.gloo import GlooLinkFactory, GlooOp
 from shared.kvtransfer.transports.listener_filter import drop_connections
 from tests.patience import PATIENCE_S, until
-from tests.unit.kvtransfer.link_pair import LinkPair, key, num_descriptors, real
+from tests.unit.kvtransfer.link_pair import LinkPair, key, link_spec, num_descriptors, real
 from tests.unit.kvtransfer.test_link_processes import Decode
 
 torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def test_the_port_of_a_lost_link_closes_without_the_garbage_collector() -> None:
         pair.until(pair.linked)
         pages = list(range(1, 60))
         pair.transfer(0, pages, pages)
-        worker = pair.p.links.worker("d0")
+        worker = pair.p._peers["d0"].link
         assert worker is not None
         worker.abort_ops()
         pair.until(lambda: key(0) in pair.sent)
@@ -169,13 +169,12 @@ def test_nothing_listens_before_both_ends_are_there() -> None:
     """A peer that never comes leaves no port open for all the time in which a link may be built."""
     asked, failed = threading.Event(), threading.Event()
     store = LinkStore(lambda name, value: asked.set(), timeout_s=PATIENCE_S)
-    spec = LinkSpec(name="l", rank=RECEIVER, secret=b"s", store=store, slot_nbytes=4096)
+    factory = GlooLinkFactory(real("gloo"), torch.device("cpu"), DeviceThreads())
+    spec = link_spec(RECEIVER, store, factory)
 
     def build() -> None:
         with pytest.raises(LinkError, match="given up"):
-            GlooLinkFactory(real("gloo"), torch.device("cpu"), 4096, DeviceThreads()).build(
-                spec, lambda reason: None, block=True
-            )
+            factory.build(spec, lambda reason: None, block=True)
         failed.set()
 
     builder = threading.Thread(target=build)

@@ -92,7 +92,7 @@ def test_shared_memory_that_cannot_be_set_up_gives_way_to_gloo(
     pair = new_pair(bad if unbuildable == "p" else good, bad if unbuildable == "d" else good)
     pair.until(pair.linked)
     assert transports_of(pair.p) == transports_of(pair.d) == ["gloo"]
-    assert pair.d.peers.num_links_opened == 2
+    assert pair.d.num_links_opened == 2
     reports = (*pair.p.link_reports, *pair.d.link_reports)
     assert [(report.peer, report.incoming) for report in reports] == [("d0", False), ("p0", True)]
     for report in reports:
@@ -203,7 +203,7 @@ def test_absurd_addresses_and_certificates_fail_the_link_alone(
     pair = LinkPair(real(backend), tamper=tamper)
     try:
         pair.until(pair.linked)
-        assert pair.d.peers.num_links_opened == 2
+        assert pair.d.num_links_opened == 2
         assert "building link" in caplog.text and "link_defect" not in caplog.text
     finally:
         pair.close()
@@ -325,7 +325,7 @@ def test_what_two_places_can_use(theirs: Place, usable: list[str]) -> None:
     factories = {
         "cuda-ipc": CudaIpcLinkFactory(options, runtime, threads),
         "shm": ShmLinkFactory(options, threads, runtime),
-        "nccl": NcclLinkFactory(options, CPU, 4096, FakeNccl().new_group, threads),
+        "nccl": NcclLinkFactory(options, CPU, FakeNccl().new_group, threads),
     }
     ours = Place("here", "GPU-0")
     assert [name for name, made in factories.items() if made.obstacle(ours, theirs) is None] == usable

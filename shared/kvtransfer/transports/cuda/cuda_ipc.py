@@ -20,9 +20,9 @@ from shared import log
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.kvtransfer.link import Copier, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.link import Link, LinkSpec
 from shared.kvtransfer.staging import Slot
-from shared.kvtransfer.transports.common import ThreadDriver, not_one_host, thread_copier
+from shared.kvtransfer.transports.common import not_one_host
 from shared.kvtransfer.transports.cuda.cuda_runtime import Runtime
 from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
@@ -41,12 +41,6 @@ class CudaIpcLinkFactory:
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return not_one_host(ours, theirs) or (None if theirs.gpu else "the sending node has no GPU")
-
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, self._threads)
-
-    def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> Slot:
         return IpcSlot(self._runtime, nbytes)

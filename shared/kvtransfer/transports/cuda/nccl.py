@@ -31,16 +31,14 @@ from shared import log
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError
-from shared.kvtransfer.link import RECEIVER, Copier, Driver, Link, LinkSpec, Stepped
+from shared.kvtransfer.link import RECEIVER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
-from shared.kvtransfer.staging import Slot, SlotRing
+from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
     RingArrival,
-    ThreadDriver,
     challenge,
     receive_into,
-    thread_copier,
 )
 from shared.protocol.transfer_messages import Place
 
@@ -117,13 +115,11 @@ class NcclLinkFactory:
         self,
         options: TransferOptions,
         device: torch.device,
-        slot_nbytes: int,
         new_group: NewGroup,
         threads: DeviceThreads,
     ) -> None:
         self._options = options
         self._device = device
-        self._slot_nbytes = slot_nbytes
         self._new_group = new_group
         self._threads = threads
 
@@ -131,12 +127,6 @@ class NcclLinkFactory:
         if not theirs.gpu:
             return "the sending node has no GPU"
         return "NCCL refuses two ranks on one GPU" if ours.gpu == theirs.gpu else None
-
-    def drive(self, name: str, loop: Stepped) -> Driver:
-        return ThreadDriver(name, loop, self._threads)
-
-    def new_copier(self, name: str) -> Copier:
-        return thread_copier(name, self._threads)
 
     def new_slot(self, nbytes: int) -> Slot:
         return Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
@@ -149,8 +139,7 @@ class NcclLinkFactory:
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {error}") from None
         supervisor = Supervisor(spec, group, self._options.build_timeout_s, self._threads)
-        ring = SlotRing(self._options.num_slots, self._slot_nbytes, self.new_slot)
-        link = NcclLink(spec, group, supervisor, ring, self._device, self._options.op_timeout_s)
+        link = NcclLink(spec, group, supervisor, self._device, self._options.op_timeout_s)
         try:
             group.eager_connect_single_device(self._device)
             challenge(spec, link.exchange)
@@ -206,7 +195,6 @@ class NcclLink:
         spec: LinkSpec,
         group: NcclGroup,
         supervisor: Supervisor,
-        ring: SlotRing,
         device: torch.device,
         op_timeout_s: float,
     ) -> None:
@@ -214,8 +202,8 @@ class NcclLink:
         self._store = spec.store
         self._group = group
         self._supervisor = supervisor
-        self._ring = ring
-        self.max_arrivals = ring.num_slots
+        self._ring = spec.ring
+        self.max_arrivals = spec.ring.num_slots
         self._device = device
         self._op_timeout_s = op_timeout_s
 
@@ -234,7 +222,6 @@ class NcclLink:
 
     def close(self) -> None:
         self._supervisor.abort("closed")
-        self._ring.close()
 
     def exchange(self, turn: int, ours: bytes) -> bytes:
         """Swap bytes with the peer, one direction after the other: both sending first would wait forever."""

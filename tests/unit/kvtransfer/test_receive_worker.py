@@ -1,48 +1,16 @@
-"""The order in which a receiving node grants chunks over one link, with a gate and a link that only take notes."""
+"""The order in which a receiving node grants chunks over one link."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.receive_loop import ReceiveLoop
 from shared.kvtransfer.staging import Envelope, Slot
 from shared.protocol.messages import ReqKey
-from shared.protocol.transfer_messages import Grant
-from tests.unit.kvtransfer.test_send_loop import Pages
+from tests.unit.kvtransfer.lone_link import LoneFactory, Owner, receive_worker
 
 MOVING, WAITING = ReqKey("router", "moving", 1), ReqKey("router", "waiting", 0)
-
-
-class WrittenPages(Pages):
-    def scatter(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
-    ) -> int:
-        return 0
-
-
-class Gate:
-    """Wants everything. `hurried` says that pages which are no bulk are on their way over another link."""
-
-    hurried = False
-
-    def wants(self, key: ReqKey) -> bool:
-        return True
-
-    def is_hurried(self) -> bool:
-        return self.hurried
-
-    def begin_scatter(self, key: ReqKey, chunk: Chunk) -> list[int]:
-        return [chunk.first_page]
-
-    def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
-        pass
-
-    def refused(self, key: ReqKey, reason: str, *, corrupt: bool = False) -> None:
-        raise AssertionError(reason)
 
 
 class SealedArrival:
@@ -74,17 +42,14 @@ class RecordingLink:
 
 
 class Rig:
-    def __init__(self) -> None:
-        self.gate, self.link = Gate(), RecordingLink()
-        self.granted: list[tuple[ReqKey, int]] = []
-        self.loop = ReceiveLoop(name="l", pages=WrittenPages(), gate=self.gate, send_grant=self._granted)
-        self.loop.attach(self.link)  # type: ignore[arg-type]
-
-    def _granted(self, grant: Grant) -> None:
-        self.granted += [(chunk.key, chunk.first_page) for chunk in grant.chunks]
+    def __init__(self, **own: object) -> None:
+        self.owner, self.link = Owner(), RecordingLink()
+        self.granted = self.owner.granted
+        self.worker = receive_worker(LoneFactory(self.link), self.owner, **own)
+        self.worker.step(block=False)
 
     def offer(self, key: ReqKey, *pages: int, bulk: bool = False) -> None:
-        self.loop.enqueue(key, [Chunk(page, 1, 0, 1) for page in pages], bulk=bulk)
+        self.worker.enqueue(key, [Chunk(page, 1, 0, 1) for page in pages], bulk=bulk)
 
     def arrive(self) -> None:
         """Let all that was granted arrive."""
@@ -94,7 +59,7 @@ class Rig:
                 envelope = Envelope(key, Chunk(page, 1, 0, 1), seq)
                 arrival.header = envelope.seal(0)
                 arrival.is_here = True
-        while self.loop.step(block=False):
+        while self.worker.step(block=False):
             pass
 
 
@@ -106,7 +71,7 @@ def rig() -> Rig:
 def test_bulk_chunks_come_after_all_others_of_their_link(rig: Rig) -> None:
     rig.offer(MOVING, 0, 1, 2, bulk=True)
     rig.offer(WAITING, 0, 1)
-    rig.loop.step(block=False)
+    rig.worker.step(block=False)
     assert rig.granted == [(WAITING, 0), (WAITING, 1), (MOVING, 0), (MOVING, 1)]
 
 
@@ -114,18 +79,18 @@ def test_chunks_of_a_request_that_has_stopped_are_bulk_no_longer(rig: Rig) -> No
     other = ReqKey("router", "other", 1)
     rig.offer(other, 0, 1, bulk=True)
     rig.offer(MOVING, 0, 1, bulk=True)
-    rig.loop.hurry(MOVING)
-    rig.loop.step(block=False)
+    rig.worker.hurry(MOVING)
+    rig.worker.step(block=False)
     assert rig.granted == [(MOVING, 0), (MOVING, 1), (other, 0), (other, 1)]
 
 
 def test_bulk_chunks_go_one_by_one_while_others_are_on_their_way_over_another_link(rig: Rig) -> None:
-    rig.gate.hurried = True
+    rig.owner.hurried = True
     rig.offer(MOVING, *range(6), bulk=True)
-    rig.loop.step(block=False)
+    rig.worker.step(block=False)
     assert rig.granted == [(MOVING, 0)]
     rig.arrive()
     assert rig.granted == [(MOVING, 0), (MOVING, 1)]
-    rig.gate.hurried = False
+    rig.owner.hurried = False
     rig.arrive()
     assert rig.granted == [(MOVING, page) for page in range(5)], "four on their way at a time"

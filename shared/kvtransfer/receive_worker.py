@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import LinkError
-from shared.kvtransfer.layout import Chunk, PageStore
-from shared.kvtransfer.link import Arrival, Link
-from shared.kvtransfer.pace import Pace
+from shared.kvtransfer.endpoint import Endpoint
+from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.link import RECEIVER, Arrival, Link
+from shared.kvtransfer.link_worker import LinkOwner, LinkWorker
 from shared.kvtransfer.staging import Envelope
 from shared.protocol.messages import ReqKey
-from shared.protocol.transfer_messages import Grant, GrantedChunk
+from shared.protocol.transfer_messages import Grant, GrantedChunk, LinkOpen
 
 
-class ScatterGate(Protocol):
+class ScatterGate(LinkOwner, Protocol):
     """Guards the pages of transfers while they are written; implemented by KVReceiver."""
 
     def wants(self, key: ReqKey) -> bool:
@@ -49,70 +50,50 @@ class _Granted:
     nbytes: int
 
 
-class ReceiveLoop:
+class ReceiveWorker(LinkWorker):
     """Grants chunks in the order in which their pages were offered, as many at a time as the link takes.
 
     Bulk chunks, whose request still runs on the sending node, come last: after all others of this link, and one at a
     time while chunks that are none are on their way over any link of this node.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        pages: PageStore,
-        gate: ScatterGate,
-        send_grant: Callable[[Grant], None],
-    ) -> None:
-        self._name = name
-        self._pages = pages
+    rank = RECEIVER
+
+    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, gate: ScatterGate) -> None:
+        super().__init__(own, peer_id, opening, gate)
         self._gate = gate
-        self._send_grant = send_grant
-        self._link: Link | None = None
-        self._pace: Pace | None = None
+        self._pages = own.pages
         self._queue: deque[tuple[ReqKey, Chunk]] = deque()
         self._bulk: deque[tuple[ReqKey, Chunk]] = deque()
         self._lock = threading.Lock()
         """Guards both queues."""
         self._next_seq = 0
-        self._kicked = threading.Event()
         self._granted: deque[_Granted] = deque()
-
-    def attach(self, link: Link, pace: Pace | None = None) -> None:
-        """Take the link, which is built, and its `pace` if it was rehearsed."""
-        self._link = link
-        self._pace = pace
 
     def enqueue(self, key: ReqKey, chunks: Iterable[Chunk], *, bulk: bool) -> None:
         """Queue chunks that the peer has computed and holds. Any thread."""
         with self._lock:
             (self._bulk if bulk else self._queue).extend((key, chunk) for chunk in chunks)
-        self.kick()
+        self._kicked.set()
 
     def hurry(self, key: ReqKey) -> None:
         """The chunks of `key` are bulk no longer: its request waits for them. Any thread."""
         with self._lock:
             self._queue.extend(item for item in self._bulk if item[0] == key)
             self._bulk = deque(item for item in self._bulk if item[0] != key)
-        self.kick()
-
-    def kick(self) -> None:
-        """Look for work again. Any thread."""
         self._kicked.set()
 
-    def step(self, *, block: bool) -> bool:
+    def _move(self, link: Link, *, block: bool) -> bool:
         """Grant what there are slots for, then take in the oldest granted chunk."""
-        assert self._link is not None
-        self._kicked.clear()
-        granted = self._grant(self._link)
+        granted = self._grant(link)
         if self._granted:
             return self._take_in(block=block) or granted
         if block:
             self._kicked.wait()
         return granted
 
-    def drain(self, *, block: bool) -> bool:
-        """Drop what has arrived over an aborted link, whose transfers have failed; True when no receive is left."""
+    def _drain(self, *, block: bool) -> bool:
+        """Drop what has arrived, whose transfers have failed."""
         while self._granted:
             arrival = self._granted[0].arrival
             with suppress(LinkError):  # expected of a dead link; what matters is that the op has left
@@ -121,7 +102,6 @@ class ReceiveLoop:
             with suppress(LinkError):
                 arrival.release()
             self._granted.popleft()
-        self._link = None
         return True
 
     def _grant(self, link: Link) -> bool:
@@ -133,7 +113,7 @@ class ReceiveLoop:
             chunks.append(self._post_receive(link, *wanted))
         if chunks:
             # Behind the receives: a chunk that arrived before its receive is posted would take another chunk's place.
-            self._send_grant(Grant(self._name, seq, tuple(chunks)))
+            self._own.outbox.send(self.peer_id, Grant(self.name, seq, tuple(chunks)))
             if was_idle and self._pace is not None:
                 self._pace.begins()
         return bool(chunks)

@@ -11,15 +11,16 @@ from collections import deque
 from typing import Protocol
 
 from shared.errors import LinkError
-from shared.kvtransfer.layout import Chunk, PageStore
-from shared.kvtransfer.link import Copier, Link, Op
-from shared.kvtransfer.pace import Pace
-from shared.kvtransfer.staging import Envelope, Slot, SlotRing
+from shared.kvtransfer.endpoint import Endpoint
+from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.link import SENDER, Link, Op
+from shared.kvtransfer.link_worker import LinkOwner, LinkWorker
+from shared.kvtransfer.staging import Envelope, Slot
 from shared.protocol.messages import ReqKey
-from shared.protocol.transfer_messages import Grant, GrantedChunk
+from shared.protocol.transfer_messages import Grant, GrantedChunk, LinkOpen
 
 
-class GatherGate(Protocol):
+class GatherGate(LinkOwner, Protocol):
     """Guards the pages of transfers while they are read; implemented by KVSender."""
 
     def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
@@ -31,35 +32,26 @@ class GatherGate(Protocol):
         ...
 
 
-class SendLoop:
+class SendWorker(LinkWorker):
     """Answers every Grant, since a receive is posted for each: with a void message if it came too late."""
 
-    def __init__(
-        self, *, ring: SlotRing, pages: PageStore, num_layers: int, gate: GatherGate, copier: Copier
-    ) -> None:
-        self._ring = ring
-        self._copier = copier
-        self._pages = pages
-        self._num_layers = num_layers
+    rank = SENDER
+
+    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, gate: GatherGate) -> None:
+        super().__init__(own, peer_id, opening, gate)
         self._gate = gate
-        self._link: Link | None = None
+        self._pages = own.pages
+        self._copier = own.transports.runner.new_copier(self.name)
         self._due: deque[tuple[int, GrantedChunk]] = deque()
         self._next_seq = 0
         self._serving = False
         """True while the copier works or is about to, and for good once it has failed."""
-        self._kicked = threading.Event()
         self._sending: deque[tuple[Op, Slot]] = deque()
-        """The copier appends, the data thread takes from the front."""
+        """The copier appends, the link's thread takes from the front."""
         self._failure: Exception | None = None
-        """Why the copier has stopped; the data thread ends the link with it."""
+        """Why the copier has stopped; the link's thread ends the link with it."""
         self._lock = threading.Lock()
         """Guards the ring and what is due: the copier takes it, other threads bring it."""
-
-    def attach(self, link: Link, pace: Pace | None = None) -> None:
-        """Take the link, which is built. Grants may be waiting already. The receiver watches the `pace`."""
-        with self._lock:
-            self._link = link
-        self._wake_copier()
 
     def accept(self, grant: Grant) -> None:
         """Queue a Grant. LinkError: it makes no sense, so the two ends disagree. Under the side's lock."""
@@ -74,23 +66,18 @@ class SendLoop:
             self._due.extend(enumerate(grant.chunks, grant.seq))
         self._wake_copier()
 
-    def kick(self) -> None:
-        """Look for work again. Any thread."""
-        self._kicked.set()
-
-    def step(self, *, block: bool) -> bool:
+    def _move(self, link: Link, *, block: bool) -> bool:
         """Wait for the oldest send to leave its slot."""
-        self._kicked.clear()
         if self._failure is not None:
             raise self._failure
         if self._sending:
             return self._reap(block=block)
+        self._wake_copier()  # Grants may have come while the link was being built
         if block:
             self._kicked.wait()
         return False
 
-    def drain(self, *, block: bool) -> bool:
-        """Wait for the sends of an aborted link to leave their slots, then free the ring. True when that is done."""
+    def _drain(self, *, block: bool) -> bool:
         with self._lock:
             self._due.clear()
         self._copier.shutdown(wait=block)
@@ -100,14 +87,13 @@ class SendLoop:
                     return False
             except LinkError:  # expected of a dead link; what matters is that the op has left
                 self._give_back(self._sending.popleft()[1])
-        self._ring.close()
-        # The traceback of a failure has the copier's slot, and this loop: a cycle that would keep the slot's memory.
-        self._link = self._failure = None
+        # The traceback of a failure has the copier's slot, and this worker: a cycle that would keep its memory.
+        self._failure = None
         return True
 
     def _check(self, seq: int, chunk: GrantedChunk) -> None:
         last_layer = chunk.first_layer + chunk.num_layers
-        fits = 0 <= chunk.first_layer < last_layer <= self._num_layers and chunk.num_pages > 0
+        fits = 0 <= chunk.first_layer < last_layer <= self._own.layout.num_layers and chunk.num_pages > 0
         if not fits or chunk.nbytes != self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers):
             raise LinkError(f"malformed grant {seq} of {chunk.nbytes} bytes")
         if chunk.nbytes > self._ring.slot_nbytes:
@@ -116,7 +102,7 @@ class SendLoop:
     def _wake_copier(self) -> None:
         """Start the copier, unless it works already or has nothing to do."""
         with self._lock:
-            if not self._due or self._serving or self._link is None:
+            if not self._due or self._serving or self.live_at is None:
                 return
             self._serving = True
         self._copier.submit(self._serve)
@@ -126,14 +112,14 @@ class SendLoop:
         try:
             while (work := self._next_due()) is not None:
                 self._send(*work)
-                # The data thread is not woken for every chunk, since that costs a thread switch, nor only when all
+                # The link's thread is not woken for every chunk, since that costs a thread switch, nor only when all
                 # slots are out: slots that come home early are taken again while they are still in the cache.
                 if 2 * self._ring.num_out >= self._ring.num_slots:
-                    self.kick()
-        except Exception as error:  # kept for the data thread, which ends the link with it
+                    self._kicked.set()
+        except Exception as error:  # kept for the link's thread, which ends the link with it
             self._failure = error
         finally:
-            self.kick()
+            self._kicked.set()
 
     def _next_due(self) -> tuple[Link, int, GrantedChunk, Slot] | None:
         with self._lock:
@@ -168,7 +154,7 @@ class SendLoop:
                 self._gate.end_gather(granted.key, chunk, payload.numel())
         return envelope.seal(digest)
 
-    # ------------------------------------------------------------------------------ the data thread
+    # ------------------------------------------------------------------------------ the link's thread
     def _reap(self, *, block: bool) -> bool:
         op, slot = self._sending[0]
         if not op.wait(block=block):

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from shared.errors import LinkError
+from shared.kvtransfer.link import Arrival, Link, LinkSpec
+from shared.kvtransfer.staging import Slot
+from tests.patience import until
+from tests.unit.kvtransfer.lone_link import LoneFactory, Pages, grant, new_slot, run_to_its_end, send_worker
+from tests.unit.kvtransfer.looks import slots_out
+
+
+class DoneOp:
+    def wait(self, *, block: bool) -> bool:
+        return True
+
+
+class RecordingLink:
+    max_arrivals = 2
+    failure: LinkError | None = None
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> DoneOp:
+        if self.failure is not None:
+            raise LinkError(str(self.failure))
+        assert seq == len(self.sent)
+        self.sent.append(int(slot.payload(nbytes)[0]))
+        return DoneOp()
+
+    def recv(self, nbytes: int, seq: int) -> Arrival:
+        raise AssertionError("a sender receives nothing")
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_chunks_go_out_in_the_order_of_their_grants_through_fewer_slots() -> None:
+    link = RecordingLink()
+    worker = send_worker(LoneFactory(link))
+    for seq in range(10):  # the peer was faster to build the link
+        worker.accept(grant(seq))
+    worker.accept(grant(10, num_chunks=10))
+    worker.accept(grant(10, num_chunks=10))  # a message that came twice
+    while len(link.sent) < 20 or slots_out(worker):
+        worker.step(block=True)
+    assert link.sent == list(range(20))
+    worker.stop("test")
+    run_to_its_end(worker)
+
+
+def test_chunks_are_gathered_and_sent_while_earlier_ones_are_on_their_way() -> None:
+    link = RecordingLink()
+    worker = send_worker(LoneFactory(link))
+    worker.step(block=True)
+    for seq in range(3):
+        worker.accept(grant(seq))
+    until(lambda: link.sent == [0, 1])  # without a step, so no send has been seen to leave its slot
+    assert slots_out(worker) == 2
+    worker.stop("test")
+    run_to_its_end(worker)
+    assert slots_out(worker) == 0
+
+
+def test_a_gather_that_fails_ends_the_link_and_keeps_no_slot() -> None:
+    pages = Pages()
+    pages.failure = RuntimeError("device lost")
+    worker = send_worker(LoneFactory(RecordingLink()), pages)
+    worker.accept(grant(0))
+    assert run_to_its_end(worker) == "RuntimeError: device lost"
+    assert slots_out(worker) == 0
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["reported", "dead-before"])
+def test_a_send_that_fails_ends_the_link_and_frees_its_slots_without_the_garbage_collector(
+    steps: bool,
+) -> None:
+    slots: list[weakref.ref[Slot]] = []
+
+    def seen_slot(nbytes: int) -> Slot:
+        slot = new_slot(nbytes)
+        slots.append(weakref.ref(slot))
+        return slot
+
+    link = RecordingLink()
+    link.failure = LinkError("the peer is gone")
+    worker = send_worker(LoneFactory(link, seen_slot))
+    gc.disable()
+    try:
+        worker.step(block=True)
+        for seq in range(3):
+            worker.accept(grant(seq))
+        until(lambda: slots)
+        if not steps:
+            worker.stop("dead before")
+        assert run_to_its_end(worker) == ("the peer is gone" if steps else "dead before")
+        assert slots and not any(slot() for slot in slots)
+    finally:
+        gc.enable()
+
+
+def test_a_slot_that_cannot_be_had_ends_the_link() -> None:
+    def no_memory(nbytes: int) -> Slot:
+        raise LinkError("no shared memory")
+
+    worker = send_worker(LoneFactory(RecordingLink(), no_memory))
+    worker.accept(grant(0))
+    assert run_to_its_end(worker) == "no shared memory"
+
+
+def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
+    class NeverBuilt(LoneFactory):
+        def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
+            raise LinkError("the peer did not come in time")
+
+    worker = send_worker(NeverBuilt())
+    worker.accept(grant(0))
+    assert run_to_its_end(worker) == "the peer did not come in time"
+    assert slots_out(worker) == 0
