@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -24,25 +23,8 @@ UNNAMED_IDLE_S = 300.0
 """Such a connection is closed when no transfer has used it for so long."""
 
 
-class Peering(Protocol):
-    """Keeps connections to receiving nodes. The methods are called by the scheduler thread and never block."""
-
-    def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
-        """A router names the receiving nodes that it knows, all of them. Each is dialled until it is connected."""
-        ...
-
-    def ensure(self, node: NodeRef) -> None:
-        """Dial `node` unless it is connected, or waits for its next dial."""
-        ...
-
-    @property
-    def unreachable(self) -> dict[str, str]:
-        """Nodes to which there is no connection, by incarnation, and why. A first dial may still succeed."""
-        ...
-
-
 @dataclass(eq=False, slots=True)
-class _Peer:
+class _Dialled:
     node: NodeRef
     redial_at: float | None = None
     """None while it is dialled or connected."""
@@ -53,10 +35,11 @@ class _Peer:
     """Whether this node has said that it closes the connection, which it does a moment later."""
 
 
-class DialledPeering:
-    """Over the control thread. A peer's id is its incarnation, so a restarted node is another peer.
+class Peering:
+    """Keeps connections to receiving nodes, over the control thread. Its methods never block.
 
-    A peer that no router names is forgotten when its connection is lost, its dial has failed, or no transfer uses it.
+    A peer's id is its incarnation, so a restarted node is another peer. A peer that no router names is forgotten when
+    its connection is lost, its dial has failed, or no transfer uses it.
     """
 
     def __init__(self, node: NodeRef, control: ControlThread, sender: KVSender, clock: Clock) -> None:
@@ -66,12 +49,15 @@ class DialledPeering:
         self._clock = clock
         self._handlers = Handlers(msgspec.msgpack.Decoder(ReceiverToSender), self._on_message)
         self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _Dialled] = {}
         self._named: dict[str, frozenset[str]] = {}
         """The incarnations that each router names."""
 
     def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
-        """Dial nodes that are new, and forget those that are neither connected nor named any more."""
+        """A router names the receiving nodes that it knows, all of them. Each is dialled until it is connected.
+
+        Those that are neither connected nor named any more are forgotten.
+        """
         with self._lock:
             self._named[router] = frozenset(node.incarnation for node in nodes)
             if not nodes:
@@ -91,12 +77,12 @@ class DialledPeering:
                 known.used_at = self._clock()
                 return
             self._leave_unused(num_new=1)
-            self._peers[node.incarnation] = _Peer(node, used_at=self._clock())
+            self._peers[node.incarnation] = _Dialled(node, used_at=self._clock())
         self._dial(node)
 
     @property
     def unreachable(self) -> dict[str, str]:
-        """The nodes whose last dial failed, or whose connection was lost."""
+        """Nodes whose last dial failed, or whose connection was lost, by incarnation, and why."""
         with self._lock:
             return {incarnation: peer.failure for incarnation, peer in self._peers.items() if peer.failure}
 

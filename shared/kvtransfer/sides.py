@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.peering import REDIAL_S, DialledPeering
+from shared.kvtransfer.peering import REDIAL_S, Peering
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.protocol.channel import ControlThread, Handlers
@@ -24,7 +24,7 @@ class TransferSides:
     """The scheduler that uses a side ticks and polls it. The node closes both, whatever its role."""
 
     sender: KVSender
-    peering: DialledPeering
+    peering: Peering
     receiver: KVReceiver
 
     def handlers(self) -> dict[str, Handlers]:
@@ -44,7 +44,7 @@ def make_sides(own: Endpoint, control: ControlThread) -> TransferSides:
     """
     sender = KVSender(own)
     receiver = KVReceiver(replace(own, outbox=control.to_diallers))
-    peering = DialledPeering(own.node, control, sender, own.clock)
+    peering = Peering(own.node, control, sender, own.clock)
     control.every(REDIAL_S / 2, peering.redial)
     control.every(receiver.renewal_s, receiver.renew_leases)
     return TransferSides(sender, peering, receiver)

@@ -28,7 +28,7 @@ from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.transfer_messages import Place
 
 if TYPE_CHECKING:
-    from shared.kvtransfer.transports.cuda.cuda_runtime import Runtime
+    from shared.kvtransfer.transports.cuda.cuda_runtime import CudaRuntime
 
 HOST_SLOT_NBYTES = 4 << 20
 GPU_SLOT_NBYTES = 128 << 20
@@ -198,7 +198,7 @@ def _new_factory(
             )
 
 
-def _cuda_runtime(name: str, device: torch.device, threads: DeviceThreads) -> Runtime:
+def _cuda_runtime(name: str, device: torch.device, threads: DeviceThreads) -> CudaRuntime:
     if device.type != "cuda":
         raise ConfigError(f"--kv-transfer {name} is for KV pages on a GPU; they are on {device}")
     from shared.kvtransfer.transports.cuda.cuda_runtime import CudaRuntime

@@ -118,7 +118,17 @@ class HeadedSlot(Slot):
         self._header.data[:] = header
 
 
-class HeadedReceive:
+def receive_headed(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op]) -> RingArrival:
+    """Take a HeadedSlot, and `start` a receive of a header and a payload of `nbytes` into its message."""
+
+    def receive(slot: Slot) -> Receive:
+        assert isinstance(slot, HeadedSlot)
+        return _HeadedReceive(start(slot.message(nbytes)), slot)
+
+    return receive_into(ring, receive)
+
+
+class _HeadedReceive:
     """A receive into a slot, header first."""
 
     def __init__(self, op: Op, slot: HeadedSlot) -> None:

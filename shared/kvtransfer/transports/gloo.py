@@ -31,11 +31,10 @@ from shared.kvtransfer.link import Link, LinkSpec
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
-    HeadedReceive,
     HeadedSlot,
     RingArrival,
     challenge,
-    receive_into,
+    receive_headed,
 )
 from shared.kvtransfer.transports.listener_filter import drop_connections
 from shared.protocol.transfer_messages import Place
@@ -118,11 +117,9 @@ class GlooLink:
         return GlooSend(self._starter.submit(self._start, self._group.send, message, tag))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        def start(slot: Slot) -> HeadedReceive:
-            assert isinstance(slot, HeadedSlot)
-            return HeadedReceive(self._start(self._group.recv, slot.message(nbytes), _data_tag(seq)), slot)
-
-        return receive_into(self._ring, start)
+        return receive_headed(
+            self._ring, nbytes, lambda message: self._start(self._group.recv, message, _data_tag(seq))
+        )
 
     def abort(self) -> None:
         """The canary's timeout closes the pair, which fails everything that waits on it."""

@@ -29,7 +29,7 @@ from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
 
 if TYPE_CHECKING:
-    from shared.kvtransfer.transports.cuda.cuda_runtime import Runtime
+    from shared.kvtransfer.transports.cuda.cuda_runtime import CudaRuntime
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -86,7 +86,7 @@ class ShmLinkFactory:
     """Builds links to processes of this host. On a GPU it has a `runtime`."""
 
     def __init__(
-        self, options: TransferOptions, threads: DeviceThreads, runtime: Runtime | None = None
+        self, options: TransferOptions, threads: DeviceThreads, runtime: CudaRuntime | None = None
     ) -> None:
         try:
             SharedSlot(1)
@@ -115,7 +115,7 @@ class ShmLinkFactory:
 class MemfdSharing:
     """Passes the memfd of a slot, which the receiver maps. A payload may be read as soon as its record is there."""
 
-    def __init__(self, runtime: Runtime | None) -> None:
+    def __init__(self, runtime: CudaRuntime | None) -> None:
         self._runtime = runtime
         self._registered: list[torch.Tensor] = []
 

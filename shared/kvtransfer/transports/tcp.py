@@ -29,12 +29,11 @@ from shared.kvtransfer.link import RECEIVER, Link, LinkSpec
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import (
     NONCE_NBYTES,
-    HeadedReceive,
     HeadedSlot,
     RingArrival,
     challenge,
     peer_answers,
-    receive_into,
+    receive_headed,
     wait_for_hang_up,
 )
 from shared.kvtransfer.transports.kv_port import MAGIC, KvPort
@@ -146,13 +145,10 @@ class TcpLink:
         return SocketOp(self._io.submit(self._write, slot.message(nbytes).numpy().data))
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        def start(slot: Slot) -> HeadedReceive:
-            assert isinstance(slot, HeadedSlot)
-            return HeadedReceive(
-                SocketOp(self._io.submit(self._read, slot.message(nbytes).numpy().data)), slot
-            )
+        def start(message: torch.Tensor) -> SocketOp:
+            return SocketOp(self._io.submit(self._read, message.numpy().data))
 
-        return receive_into(self._ring, start)
+        return receive_headed(self._ring, nbytes, start)
 
     def abort(self) -> None:
         try:

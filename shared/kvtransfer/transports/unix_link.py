@@ -94,7 +94,7 @@ class UnixLink:
         challenge(spec, self._exchange)
         self._canary_thread = threads.start(f"canary {spec.name}", self._watch)
 
-    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> UnixSend:
+    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> UnixOp:
         number = self._shown.get(slot)
         if number is not None:
             self._write(_MESSAGE.pack(seq, number, nbytes, header))
@@ -102,7 +102,7 @@ class UnixLink:
             number = self._shown[slot] = len(self._shown)
             shown, descriptor = self._sharing.show(slot)
             self._write(_MESSAGE.pack(seq, number, nbytes, header) + shown, descriptor)
-        return UnixSend(self, seq)
+        return UnixOp(lambda: self.wait_released(seq))
 
     def recv(self, nbytes: int, seq: int) -> UnixArrival:
         return UnixArrival(self, nbytes, seq)
@@ -191,67 +191,51 @@ class UnixLink:
         self._on_dead("the peer is gone")
 
 
-class UnixSend:
-    """A message that the receiver may be reading: its slot must not be written."""
+class UnixOp:
+    """Runs once, on the thread that first waits for it, and keeps its outcome for later waits.
 
-    def __init__(self, link: UnixLink, seq: int) -> None:
-        self._link = link
-        self._seq = seq
-        self._outcome = _Outcome()
+    As a send, a message that the receiver may be reading: its slot must not be written.
+    """
 
-    def wait(self, *, block: bool) -> bool:
-        assert block, "a socket is waited for by blocking"
-        self._outcome.of(lambda: self._link.wait_released(self._seq))
-        return True
-
-
-class UnixArrival:
-    """A message to come, then one that lies in the sender's slot."""
-
-    def __init__(self, link: UnixLink, nbytes: int, seq: int) -> None:
-        self._link = link
-        self._nbytes = nbytes
-        self._seq = seq
-        self._outcome = _Outcome()
-
-    def wait(self, *, block: bool) -> bool:
-        assert block, "a socket is waited for by blocking"
-        self._outcome.of(lambda: self._link.read_message(self._nbytes, self._seq))
-        return True
-
-    @property
-    def header(self) -> bytes:
-        header: bytes = self._outcome.value[0]
-        return header
-
-    @property
-    def slot(self) -> Slot:
-        slot: Slot = self._outcome.value[1]
-        return slot
-
-    def release(self) -> None:
-        self._outcome.value = None
-        self._link.release(self._seq)
-
-
-class _Outcome:
-    """Runs an op once, and keeps its outcome for later calls."""
-
-    def __init__(self) -> None:
-        self.value: Any = None
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run: Callable[[], Any] | None = run
         self._failure: str | None = None
-        self._ended = False
+        self._value: Any = None
 
-    def of(self, run: Callable[[], Any]) -> None:
-        """Raises LinkError if the op failed."""
-        if not self._ended:
-            self._ended = True
+    def wait(self, *, block: bool) -> bool:
+        assert block, "a socket is waited for by blocking"
+        if (run := self._run) is not None:
+            self._run = None
             try:
-                self.value = run()
+                self._value = run()
             except LinkError as error:
                 self._failure = str(error)
         if self._failure is not None:
             raise LinkError(self._failure)
+        return True
+
+
+class UnixArrival(UnixOp):
+    """A message to come, then one that lies in the sender's slot."""
+
+    def __init__(self, link: UnixLink, nbytes: int, seq: int) -> None:
+        super().__init__(lambda: link.read_message(nbytes, seq))
+        self._link = link
+        self._seq = seq
+
+    @property
+    def header(self) -> bytes:
+        header: bytes = self._value[0]
+        return header
+
+    @property
+    def slot(self) -> Slot:
+        slot: Slot = self._value[1]
+        return slot
+
+    def release(self) -> None:
+        self._value = None
+        self._link.release(self._seq)
 
 
 def _malformed(record: bytes) -> LinkError:

@@ -13,7 +13,7 @@ from shared.kvtransfer.peering import (
     MAX_UNNAMED_PEERS,
     REDIAL_S,
     UNNAMED_IDLE_S,
-    DialledPeering,
+    Peering,
 )
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import Lend, NodeRef, ReqKey
@@ -60,7 +60,7 @@ class Prefill:
         self.control.start()
         self.clock, self.sender = Clock(), Sender()
         node = NodeRef("p0", "p0#1", "tcp://127.0.0.1:7100")
-        self.peering = DialledPeering(node, self.control, self.sender, self.clock)  # type: ignore[arg-type]
+        self.peering = Peering(node, self.control, self.sender, self.clock)  # type: ignore[arg-type]
 
     def pass_time(self, seconds: float) -> None:
         self.clock.now += seconds

@@ -23,7 +23,7 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import Link, LinkSpec
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import not_one_host
-from shared.kvtransfer.transports.cuda.cuda_runtime import Runtime
+from shared.kvtransfer.transports.cuda.cuda_runtime import CudaRuntime
 from shared.kvtransfer.transports.unix_link import build_unix_link
 from shared.protocol.transfer_messages import Place
 
@@ -34,7 +34,7 @@ _ALLOCATION_NBYTES = 2 << 20
 class CudaIpcLinkFactory:
     """Builds links between processes of this host that have their pages on GPUs."""
 
-    def __init__(self, options: TransferOptions, runtime: Runtime, threads: DeviceThreads) -> None:
+    def __init__(self, options: TransferOptions, runtime: CudaRuntime, threads: DeviceThreads) -> None:
         self._options = options
         self._runtime = runtime
         self._threads = threads
@@ -54,7 +54,7 @@ class CudaIpcLinkFactory:
 class IpcSlot(Slot):
     """A staging slot in device memory that another process can map. It is freed with the last reference to it."""
 
-    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+    def __init__(self, runtime: CudaRuntime, nbytes: int) -> None:
         self.address = runtime.malloc(-(-nbytes // _ALLOCATION_NBYTES) * _ALLOCATION_NBYTES)
         # The memory of a process that ends is freed by the driver, which may have shut down before finalizers run.
         weakref.finalize(self, runtime.free, self.address).atexit = False
@@ -64,7 +64,7 @@ class IpcSlot(Slot):
 class IpcSharing:
     """One end: the slots that were shown and their witnesses, or the mappings of the slots that were seen."""
 
-    def __init__(self, runtime: Runtime, timeout_s: float, threads: DeviceThreads) -> None:
+    def __init__(self, runtime: CudaRuntime, timeout_s: float, threads: DeviceThreads) -> None:
         self._runtime = runtime
         self._threads = threads
         self._timeout_s = timeout_s

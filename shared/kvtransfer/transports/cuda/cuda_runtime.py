@@ -1,7 +1,7 @@
 """The calls of the CUDA runtime that links between processes need: memory that another process can map, and pinning.
 
 torch's allocator cuts its blocks into parts and may use virtual memory, which has no IPC handle. So slots come from
-plain cudaMalloc. Tests run whole links over a fake of `Runtime`.
+plain cudaMalloc. Tests run whole links over a fake of `CudaRuntime`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,44 +23,8 @@ _RANGE_SIZE = 12
 """CU_POINTER_ATTRIBUTE_RANGE_SIZE: how many bytes are mapped around an address. The runtime cannot tell."""
 
 
-class Runtime(Protocol):
-    """The calls for one device. Each raises LinkError. Any thread."""
-
-    def malloc(self, nbytes: int) -> int:
-        """Address of new device memory that other processes can map."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Free what `malloc` gave. No process has it mapped."""
-        ...
-
-    def ipc_handle(self, address: int) -> bytes:
-        """What another process maps the memory with."""
-        ...
-
-    def open(self, handle: bytes) -> torch.Tensor:
-        """Map another process's memory, all of it, as uint8. So its size is no word of the peer's."""
-        ...
-
-    def close(self, address: int) -> None:
-        """Unmap what `open` mapped at this address."""
-        ...
-
-    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """The memory as uint8. The tensor does not own it."""
-        ...
-
-    def register(self, memory: torch.Tensor) -> None:
-        """Pin host memory that can be written, so that the device can copy from and to it at full speed."""
-        ...
-
-    def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`."""
-        ...
-
-
 class CudaRuntime:
-    """The runtime that torch has loaded, and the driver below it, by ctypes.
+    """The runtime that torch has loaded, and the driver below it, by ctypes. Each call raises LinkError. Any thread.
 
     Each call makes the device current first: a slot is freed on the thread that drops its last reference, which may
     touch no device otherwise.
@@ -98,20 +62,24 @@ class CudaRuntime:
         self._get_attribute.argtypes = (ctypes.POINTER(size), ctypes.c_int, address)
 
     def malloc(self, nbytes: int) -> int:
+        """Address of new device memory that other processes can map."""
         address = ctypes.c_void_p()
         self._call(f"cudaMalloc of {nbytes} bytes", self._malloc, ctypes.byref(address), nbytes)
         assert address.value is not None
         return address.value
 
     def free(self, address: int) -> None:
+        """Free what `malloc` gave. No process has it mapped."""
         self._call("cudaFree", self._free, address)
 
     def ipc_handle(self, address: int) -> bytes:
+        """What another process maps the memory with."""
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", self._get_handle, ctypes.byref(handle), address)
         return bytes(handle)
 
     def open(self, handle: bytes) -> torch.Tensor:
+        """Map another process's memory, all of it, as uint8. So its size is no word of the peer's."""
         if len(handle) != _HANDLE_NBYTES:
             raise LinkError(f"the peer sent an IPC handle of {len(handle)} bytes")
         address, nbytes = ctypes.c_void_p(), ctypes.c_size_t()
@@ -127,18 +95,22 @@ class CudaRuntime:
             raise
 
     def close(self, address: int) -> None:
+        """Unmap what `open` mapped at this address."""
         self._call("cudaIpcCloseMemHandle", self._close_handle, address)
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """The memory as uint8. The tensor does not own it."""
         # `torch.as_tensor` asks CUDA where memory is, and copies what another GPU has. This device reads it there.
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def register(self, memory: torch.Tensor) -> None:
+        """Pin host memory that can be written, so that the device can copy from and to it at full speed."""
         what = memory.data_ptr(), memory.nbytes, _REGISTER_DEFAULT
         self._call(f"cudaHostRegister of {memory.nbytes} bytes", self._register, *what)
 
     def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`."""
         self._call("cudaHostUnregister", self._unregister, memory.data_ptr())
 
     def _call(self, name: str, function: Callable[..., int], *arguments: Any) -> None:
