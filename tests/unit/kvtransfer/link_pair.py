@@ -1,4 +1,4 @@
-"""Two sides over real links, their control channel a queue and a thread each, or a pipe between processes."""
+"""Nodes with real links, in this process or another one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from shared.config import TransferOptions
@@ -26,8 +24,7 @@ from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkFactory, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
-from shared.kvtransfer.receiver import KVReceiver
-from shared.kvtransfer.sender import KVSender
+from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.staging import SlotRing
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import Transports, host_identity, make_transports
@@ -35,8 +32,10 @@ from shared.kvtransfer.transports.common import ThreadRunner
 from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory
 from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.rehearsal import Rehearsal
+from shared.protocol.channel import ControlThread
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
-from shared.protocol.transfer_messages import Handoff, Place, Ready, ReceiverToSender, SenderToReceiver
+from shared.protocol.transfer_messages import Handoff, Place, Ready
+from shared.timeline import Clock
 from tests.fake_cuda import FakeRuntime
 from tests.fake_nccl import FakeNccl
 from tests.page_stores import PagesAround
@@ -184,43 +183,86 @@ class Ends:
             link.close()
 
 
-class Mailbox:
-    """The control thread of one side: delivers what the other side sends."""
-
-    def __init__(self, peer: str) -> None:
-        self.peer = peer
-        self.on_message: Callable[[str, Any], None] = lambda peer, message: None
-        self._queue: queue.SimpleQueue[Struct | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, message: Struct) -> None:
-        self._queue.put(message)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (message := self._queue.get()) is not None:
-            self.on_message(self.peer, message)
-
-
-class ToMailbox:
-    """An Outbox with one possible receiver."""
+class RealNode:
+    """Both sides of one node with real links, over real control sockets. `step` is a round of its scheduler."""
 
     def __init__(
-        self, mailbox: Mailbox, tamper: Callable[[Struct], Struct] = lambda message: message
+        self,
+        name: str,
+        options: TransferOptions,
+        *,
+        offers: Transports | None = None,
+        num_pages: int = 64,
+        mover: PageMover | None = None,
+        wrap: Callable[[PageStore], PageStore] = lambda pages: pages,
+        clock: Clock = time.monotonic,
+        woken: threading.Event | None = None,
+        listens: bool = True,
     ) -> None:
-        self._mailbox = mailbox
-        self._tamper = tamper
+        self.control = ControlThread()
+        self.port = self.control.bind("127.0.0.1", 0) if listens else 0
+        self.control.start()
+        self.ref = NodeRef(name, name, f"tcp://127.0.0.1:{self.port}")
+        self.pool = new_pool(num_pages, mover)
+        self.pages = wrap(self.pool)
+        self.sides = make_sides(
+            Endpoint(
+                node=self.ref,
+                layout=LAYOUT,
+                pages=self.pages,
+                outbox=self.control.to_dialled,
+                transports=offers or transports(options),
+                clock=clock,
+                options=options,
+                wake=(woken or threading.Event()).set,
+            ),
+            self.control,
+        )
+        self.sender, self.receiver = self.sides.sender, self.sides.receiver
+        if listens:
+            self.control.admit(self.sides.handlers())
+        self.to_send: dict[ReqKey, list[int]] = {}
+        """Pages that are offered when there is a place for them."""
+        self.ready: dict[ReqKey, int] = {}
+        self.sent: dict[ReqKey, SendEnded] = {}
+        self.received: dict[ReqKey, Received | ReceiveFailed] = {}
 
-    def send(self, to: str, message: Struct) -> None:
-        self._mailbox.put(self._tamper(message))
+    def step(self) -> None:
+        self.sender.tick()
+        self.receiver.tick()
+        for event in self.sender.poll():
+            match event:
+                case Ready():
+                    self.ready[event.key] = event.prefix_pages
+                    if event.key in self.to_send:
+                        self.offer(event.key, self.to_send[event.key])
+                case SendEnded():
+                    self.sent[event.key] = event
+        for ended in self.receiver.poll():
+            self.received[ended.key] = ended
+
+    def offer(self, of: ReqKey, pages: list[int]) -> None:
+        """Offer everything, and hand off."""
+        self.sender.offer(of, pages)
+        self.sender.handoff(of, handoff(of, len(pages)))
+
+    def until(self, condition: Callable[[], bool], *others: RealNode) -> None:
+        """Step this node, and others, until the condition holds."""
+
+        def stepped() -> bool:
+            for node in (self, *others):
+                node.step()
+            return condition()
+
+        until(stepped)
+
+    def close(self) -> None:
+        self.sides.close()
+        self.control.close()
 
 
 class LinkPair:
-    """One prefill and one decode side in this process. `step` is both schedulers' round."""
+    """A sending node and a receiving node in this process. `tamper` changes what the receiving node says."""
 
     def __init__(
         self,
@@ -233,58 +275,27 @@ class LinkPair:
         mover: PageMover | None = None,
         wrap: Callable[[PageStore], PageStore] = lambda pages: pages,
     ) -> None:
-        self.at_p, self.at_d = Mailbox("d0"), Mailbox("p0")
-        self.p_pool, self.d_pool = new_pool(num_pages, mover), new_pool(num_pages, mover)
-        self.p_pool.buffer_LSNHPD.normal_()
-        self.ready: dict[ReqKey, int] = {}
-        self.sent: dict[ReqKey, SendEnded] = {}
-        self.received: dict[ReqKey, Received | ReceiveFailed] = {}
         self.woken = threading.Event()
-        self.p = KVSender(
-            Endpoint(
-                node=NodeRef("p0", "i", ""),
-                layout=LAYOUT,
-                pages=wrap(self.p_pool),
-                outbox=ToMailbox(self.at_d),
-                transports=p_transports or transports(options),
-                clock=time.monotonic,
-                options=options,
-                wake=self.woken.set,
-            )
+        new_node = partial(
+            RealNode, options=options, num_pages=num_pages, mover=mover, wrap=wrap, woken=self.woken
         )
-        self.d = KVReceiver(
-            Endpoint(
-                node=NodeRef("d0", "i", ""),
-                layout=LAYOUT,
-                pages=wrap(self.d_pool),
-                outbox=ToMailbox(self.at_p, tamper),
-                transports=d_transports or transports(options),
-                clock=time.monotonic,
-                options=options,
-                wake=self.woken.set,
-            )
-        )
-        self.at_p.on_message, self.at_d.on_message = self.p.on_message, self.d.on_message
-        self.p.on_connected("d0")
+        self.sending = new_node("p0", offers=p_transports, listens=False)
+        self.receiving = new_node("d0", offers=d_transports)
+        self.p, self.d = self.sending.sender, self.receiving.receiver
+        self.p_pool, self.d_pool = self.sending.pool, self.receiving.pool
+        self.p_pool.buffer_LSNHPD.normal_()
+        self.ready, self.sent = self.sending.ready, self.sending.sent
+        self.received = self.receiving.received
+        on_message = self.p.on_message
+        self.p.on_message = lambda peer, message: on_message(peer, tamper(message))  # type: ignore[assignment,method-assign,arg-type]
+        self.sending.sides.peering.ensure(self.receiving.ref)
 
     def step(self) -> None:
-        self.p.tick()
-        self.d.tick()
-        for event in self.p.poll():
-            match event:
-                case Ready():
-                    self.ready[event.key] = event.prefix_pages
-                case SendEnded():
-                    self.sent[event.key] = event
-        for ended in self.d.poll():
-            self.received[ended.key] = ended
+        self.sending.step()
+        self.receiving.step()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        def stepped() -> bool:
-            self.step()
-            return condition()
-
-        until(stepped)
+        self.sending.until(condition, self.receiving)
 
     def until_received(self, number: int) -> None:
         self.until(lambda: key(number) in self.received)
@@ -301,53 +312,11 @@ class LinkPair:
         self.d.open(new, "p0", d_pages, 0)
         self.p.open(new, "d0")
         self.until(lambda: new in self.ready)
-        self.p.offer(new, p_pages)
-        self.p.handoff(new, handoff(new, len(p_pages)))
+        self.sending.offer(new, p_pages)
 
     def close(self) -> None:
-        self.p.close()
-        self.d.close()
-        self.at_p.close()
-        self.at_d.close()
-
-
-class PipeOutbox:
-    """Control messages over a pipe. A write to a dead peer is lost, as on a socket."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def send(self, to: str, message: Struct) -> None:
-        self._queue.put(msgspec.msgpack.encode(message))
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (data := self._queue.get()) is not None:
-            try:
-                self._pipe.send_bytes(data)
-            except OSError:
-                return
-
-
-def pump(
-    pipe: Connection, decoder: Any, on_message: Callable[[Any], None], on_eof: Callable[[], None]
-) -> None:
-    """The reading half of a control thread."""
-
-    def run() -> None:
-        try:
-            while True:
-                on_message(decoder.decode(pipe.recv_bytes()))
-        except (EOFError, OSError):
-            on_eof()
-
-    threading.Thread(target=run, daemon=True).start()
+        self.sending.close()
+        self.receiving.close()
 
 
 class SlowPages(PagesAround):
@@ -360,49 +329,34 @@ class SlowPages(PagesAround):
         return super().gather(page_ids, first_layer, num_layers, out, seed)
 
 
-def prefill_process(pipe: Connection, num_pages: int, options: TransferOptions) -> None:
-    """A prefill node that offers all its pages for every key that the decode node opens, until it is killed.
+def prefill_process(name: str, receiver: NodeRef, num_pages: int, options: TransferOptions) -> None:
+    """A sending node that offers all its pages for every key that `receiver` opens, until it is killed.
 
     There is no router here: a Ready of an unknown key stands for the router's Prefill message.
     """
     torch.set_num_threads(1)
-    pool = new_pool(num_pages)
-    pool.buffer_LSNHPD.copy_(pattern(num_pages))
-    side = KVSender(
-        Endpoint(
-            node=NodeRef("p0", str(os.getpid()), ""),
-            layout=LAYOUT,
-            pages=SlowPages(pool),
-            outbox=PipeOutbox(pipe),
-            transports=transports(options),
-            clock=time.monotonic,
-            options=options,
-            wake=lambda: None,
-        )
-    )
+    parent = os.getppid()
+    node = RealNode(name, options, num_pages=num_pages, wrap=SlowPages, listens=False)
+    node.pool.buffer_LSNHPD.copy_(pattern(num_pages))
     asked: queue.SimpleQueue[ReqKey] = queue.SimpleQueue()
+    on_message = node.sender.on_message
 
-    def on_message(message: Any) -> None:
+    def on_ready_too(peer: str, message: Any) -> None:
         if isinstance(message, Ready):
             asked.put(message.key)
-        side.on_message("d0", message)
+        on_message(peer, message)
 
-    pump(pipe, msgspec.msgpack.Decoder(ReceiverToSender), on_message, lambda: os._exit(0))
-    side.on_connected("d0")
-    while True:
+    node.sender.on_message = on_ready_too  # type: ignore[method-assign]
+    node.sides.peering.ensure(receiver)
+    while os.getppid() == parent:
         while not asked.empty():
-            side.open(asked.get(), "d0")
-        for event in side.poll():
-            if isinstance(event, Ready):
-                side.offer(event.key, list(range(1, num_pages)))
-                side.handoff(event.key, handoff(event.key, num_pages - 1))
-        side.tick()
+            new = asked.get()
+            node.to_send[new] = list(range(1, num_pages))
+            node.sender.open(new, receiver.incarnation)
+        node.step()
         time.sleep(0.002)
 
 
 def pattern(num_pages: int) -> torch.Tensor:
     shape = new_pool(num_pages).buffer_LSNHPD.shape
     return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
-
-
-DECODER = msgspec.msgpack.Decoder(SenderToReceiver)

@@ -12,26 +12,20 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
-from shared.kvcache.pools import TokenToKVPool
-from shared.kvtransfer.endpoint import Endpoint
+from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.peering import UNNAMED_IDLE_S
-from shared.kvtransfer.sides import make_sides
-from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
+from shared.kvtransfer.states import Received
 from shared.protocol.channel import ControlThread
-from shared.protocol.messages import NodeRef, ReqKey
-from shared.protocol.transfer_messages import Ready
+from shared.protocol.messages import ReqKey
 from tests.page_stores import PagesAround
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
-    LAYOUT,
-    handoff,
+    RealNode,
     key,
-    new_pool,
     num_descriptors,
     num_threads,
     real,
-    transports,
 )
 from tests.unit.kvtransfer.looks import num_live, num_slots_out
 
@@ -42,9 +36,10 @@ NUM_PAGES = 64
 class HeldPages(PagesAround):
     """A pool whose scatters wait until `go_on` is set."""
 
-    def __init__(self, pool: TokenToKVPool) -> None:
-        super().__init__(pool)
+    def __init__(self, pages: PageStore) -> None:
+        super().__init__(pages)
         self.go_on = threading.Event()
+        self.go_on.set()
 
     def scatter(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
@@ -53,77 +48,26 @@ class HeldPages(PagesAround):
         return super().scatter(page_ids, first_layer, num_layers, src, seed)
 
 
-class Node:
-    """Sends its first half of pages, and receives into the second."""
-
-    def __init__(
-        self, name: str, options: TransferOptions, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.control = ControlThread()
-        port = self.control.bind("127.0.0.1", 0)
-        self.control.start()
-        self.ref = NodeRef(name, f"{name}#1", f"tcp://127.0.0.1:{port}")
-        self.pool = new_pool(NUM_PAGES)
-        self.pool.buffer_LSNHPD.normal_()
-        self.pages = HeldPages(self.pool)
-        self.pages.go_on.set()
-        self.sides = make_sides(
-            Endpoint(
-                node=self.ref,
-                layout=LAYOUT,
-                pages=self.pages,
-                outbox=self.control.to_dialled,
-                transports=transports(options),
-                clock=clock,
-                options=options,
-                wake=lambda: None,
-            ),
-            self.control,
-        )
-        self.control.admit(self.sides.handlers())
-        self.to_send: dict[ReqKey, list[int]] = {}
-        self.sent: dict[ReqKey, SendEnded] = {}
-        self.received: dict[ReqKey, Received | ReceiveFailed] = {}
-
-    def step(self) -> None:
-        self.sides.sender.tick()
-        self.sides.receiver.tick()
-        for event in self.sides.sender.poll():
-            match event:
-                case Ready():
-                    pages = self.to_send[event.key]
-                    self.sides.sender.offer(event.key, pages)
-                    self.sides.sender.handoff(event.key, handoff(event.key, len(pages)))
-                case SendEnded():
-                    self.sent[event.key] = event
-        for ended in self.sides.receiver.poll():
-            self.received[ended.key] = ended
-
-    def close(self) -> None:
-        self.sides.close()
-        self.control.close()
-
-
 class Two:
+    """Each sends its first half of pages, and receives into the second."""
+
     def __init__(self, options: TransferOptions, clock_of_a: Callable[[], float] = time.monotonic) -> None:
-        self.a, self.b = Node("a", options, clock_of_a), Node("b", options)
+        self.a = RealNode("a", options, num_pages=NUM_PAGES, clock=clock_of_a)
+        self.b = RealNode("b", options, num_pages=NUM_PAGES, wrap=HeldPages)
+        for node in (self.a, self.b):
+            node.pool.buffer_LSNHPD.normal_()
         self._numbers = itertools.count()
 
-    def send(self, source: Node, target: Node, pages: list[int], to: list[int]) -> ReqKey:
+    def send(self, source: RealNode, target: RealNode, pages: list[int], to: list[int]) -> ReqKey:
         new = key(next(self._numbers))
         source.sides.peering.ensure(target.ref)
         source.to_send[new] = pages
-        source.sides.sender.open(new, target.ref.incarnation)
-        target.sides.receiver.open(new, source.ref.incarnation, to, 0)
+        source.sender.open(new, target.ref.incarnation)
+        target.receiver.open(new, source.ref.incarnation, to, 0)
         return new
 
     def until(self, condition: Callable[[], bool]) -> None:
-        def stepped() -> bool:
-            self.a.step()
-            self.b.step()
-            return condition()
-
-        until(stepped)
+        self.a.until(condition, self.b)
 
     def close(self) -> None:
         self.a.close()
@@ -157,14 +101,14 @@ def test_pages_move_in_both_directions_at_once(two: Two) -> None:
 def test_a_link_that_is_lost_one_way_leaves_the_other_way_alone(two: Two) -> None:
     there, back = two.send(two.a, two.b, [1], [40]), two.send(two.b, two.a, [1], [40])
     two.until(lambda: there in two.b.received and back in two.a.received)
-    two.a.sides.sender.end_link_of(two.b.ref.incarnation, "test")
+    two.a.sender.end_link_of(two.b.ref.incarnation, "test")
     back = two.send(two.b, two.a, [1, 2], [40, 41])
     two.until(lambda: back in two.a.received)
     assert isinstance(two.a.received[back], Received)
-    assert two.a.sides.receiver.num_links_opened == 1
+    assert two.a.receiver.num_links_opened == 1
     there = two.send(two.a, two.b, [1, 2], [40, 41])
-    two.until(lambda: there in two.b.received and two.b.sides.receiver.num_links_opened == 2)
-    two.until(lambda: num_live(two.a.sides.sender) == 1)
+    two.until(lambda: there in two.b.received and two.b.receiver.num_links_opened == 2)
+    two.until(lambda: num_live(two.a.sender) == 1)
 
 
 def test_a_link_that_is_not_used_is_closed_and_built_again_when_it_is(two: Two) -> None:
@@ -172,9 +116,9 @@ def test_a_link_that_is_not_used_is_closed_and_built_again_when_it_is(two: Two) 
     two.until(lambda: there in two.b.received and there in two.a.sent)
     two.a.sides.peering._peers[two.b.ref.incarnation].used_at -= UNNAMED_IDLE_S
     two.until(lambda: not two.a.sides.peering._peers)
-    two.until(lambda: num_live(two.a.sides.sender) == num_live(two.b.sides.receiver) == 0)
-    two.until(lambda: two.a.ref.incarnation not in two.b.sides.receiver._peers)
-    assert two.b.sides.receiver.num_links_opened == 1
+    two.until(lambda: num_live(two.a.sender) == num_live(two.b.receiver) == 0)
+    two.until(lambda: two.a.ref.incarnation not in two.b.receiver._peers)
+    assert two.b.receiver.num_links_opened == 1
     again = two.send(two.a, two.b, [1], [40])
     two.until(lambda: again in two.b.received)
     assert isinstance(two.b.received[again], Received)
@@ -183,10 +127,11 @@ def test_a_link_that_is_not_used_is_closed_and_built_again_when_it_is(two: Two) 
 def test_leases_are_renewed_while_the_receiving_nodes_loop_is_in_a_long_step() -> None:
     options, now = replace(real("shm"), lease_s=0.5), 0.0
     two = Two(options, lambda: now)
+    assert isinstance(two.b.pages, HeldPages)
     two.b.pages.go_on.clear()
     there = two.send(two.a, two.b, [1], [40])
-    two.until(lambda: num_slots_out(two.b.sides.receiver) > 0)
-    transfer = two.a.sides.sender.transfers.get(there)
+    two.until(lambda: num_slots_out(two.b.receiver) > 0)
+    transfer = two.a.sender.transfers.get(there)
     assert transfer is not None
     for _ in range(6):
         now += options.lease_s / 2
@@ -203,7 +148,7 @@ def test_a_side_that_is_not_used_costs_no_thread_and_no_descriptor() -> None:
     options = real("gloo")
     ControlThread().close()
     threads, descriptors = num_threads(), num_descriptors()
-    with_sides = Node("a", options)
+    with_sides = RealNode("a", options)
     with_threads, with_descriptors = num_threads() - threads, num_descriptors() - descriptors
     with_sides.close()
     threads, descriptors = num_threads(), num_descriptors()

@@ -46,7 +46,11 @@ def test_every_thread_of_a_link_enters(backend: str) -> None:
     try:
         pair.transfer(1, [1, 2, 3], [4, 5, 6])
         pair.until_received(1)
-        running = set(threading.enumerate()) - before - {pair.at_p._thread, pair.at_d._thread}
+        running = (
+            set(threading.enumerate())
+            - before
+            - {pair.sending.control._thread, pair.receiving.control._thread}
+        )
         assert len(running) >= 3, "a driver at each end, and the copier of the sender"
         assert running <= entered.current
         moving = {thread for thread in running if thread.name.startswith(("link", "copier"))}

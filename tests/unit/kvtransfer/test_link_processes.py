@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -15,23 +14,15 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
-from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.protocol.messages import NodeRef, ReqKey
-from tests.patience import until
+from shared.protocol.messages import ReqKey
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
-    DECODER,
-    LAYOUT,
-    PipeOutbox,
+    RealNode,
     key,
-    new_pool,
     pattern,
     prefill_process,
-    pump,
     real,
-    transports,
 )
 from tests.unit.kvtransfer.looks import num_live, num_slots_out, peer_states
 
@@ -41,57 +32,37 @@ SPAWN = multiprocessing.get_context("spawn")  # a process must not fork once it 
 
 
 class Decode:
-    """A decode side here; prefill processes come and go. `hang_up` is what ZMQ reports of a dead peer."""
+    """A receiving node here; sending processes come and go."""
 
     def __init__(self, options: TransferOptions) -> None:
         self.options = options
-        self.pool = new_pool(NUM_PAGES)
-        self.ended: dict[ReqKey, Received | ReceiveFailed] = {}
-        self.outbox: PipeOutbox | None = None
+        self.node = RealNode("d0", options, num_pages=NUM_PAGES)
+        self.side, self.pool, self.ended = self.node.receiver, self.node.pool, self.node.received
         self.processes: list[BaseProcess] = []
         self.num_opened = 0
-        self.side = KVReceiver(
-            Endpoint(
-                node=NodeRef("d0", "i", ""),
-                layout=LAYOUT,
-                pages=self.pool,
-                outbox=self,
-                transports=transports(options),
-                clock=time.monotonic,
-                options=options,
-                wake=lambda: None,
-            )
-        )
 
-    def send(self, to: str, message: object) -> None:
-        assert self.outbox is not None
-        self.outbox.send(to, message)  # type: ignore[arg-type]
+    @property
+    def peer(self) -> str:
+        """The newest process."""
+        return f"p{len(self.processes)}"
 
     def spawn(self) -> BaseProcess:
-        ours, theirs = SPAWN.Pipe()
-        process = SPAWN.Process(target=prefill_process, args=(theirs, NUM_PAGES, self.options), daemon=True)
+        name = f"p{len(self.processes) + 1}"
+        args = (name, self.node.ref, NUM_PAGES, self.options)
+        process = SPAWN.Process(target=prefill_process, args=args, daemon=True)
         process.start()
-        theirs.close()
         self.processes.append(process)
-        self.outbox = PipeOutbox(ours)
-        pump(ours, DECODER, lambda message: self.side.on_message("p0", message), lambda: None)
         self.until(lambda: num_live(self.side) == 1)
         return process
 
     def open(self) -> ReqKey:
         new = key(self.num_opened)
         self.num_opened += 1
-        self.side.open(new, "p0", list(range(1, NUM_PAGES)), 0)
+        self.side.open(new, self.peer, list(range(1, NUM_PAGES)), 0)
         return new
 
     def until(self, condition: Callable[[], bool]) -> None:
-        def stepped() -> bool:
-            self.side.tick()
-            for event in self.side.poll():
-                self.ended[event.key] = event
-            return condition()
-
-        until(stepped)
+        self.node.until(condition)
 
     def open_and_get_some(self) -> ReqKey:
         """Of a transfer that goes on for half a second."""
@@ -102,7 +73,7 @@ class Decode:
         return new
 
     def close(self) -> None:
-        self.side.close()
+        self.node.close()
         for process in self.processes:
             process.kill()
             process.join()
@@ -160,7 +131,7 @@ def test_pings_detect_a_stopped_process_and_it_may_come_back(new_decode: NewDeco
     new = decode.open()
     decode.until(lambda: new in decode.ended)
     assert isinstance(decode.ended[new], ReceiveFailed)
-    decode.until(lambda: peer_states(decode.side) == {"p0": "silent"})
+    decode.until(lambda: peer_states(decode.side) == {"p1": "silent"})
     os.kill(process.pid, signal.SIGCONT)
     decode.until(lambda: num_live(decode.side) == 1)
     decode.works()
