@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 import xxhash
@@ -80,6 +81,12 @@ WEIGHTS = {
 }
 
 
+class Damages(Protocol):
+    """What a FaultyLink does to messages."""
+
+    def send(self, slot: Slot, nbytes: int, header: bytes, send: Callable[[bytes], Op]) -> Op: ...
+
+
 class Damage:
     """Damages one message after the other, and remembers how."""
 
@@ -130,7 +137,7 @@ class Damage:
 class FaultyLink:
     """The sending end of a link."""
 
-    def __init__(self, link: Link, damage: Damage) -> None:
+    def __init__(self, link: Link, damage: Damages) -> None:
         self._link = link
         self._damage = damage
         self.max_arrivals = link.max_arrivals
@@ -151,7 +158,7 @@ class FaultyLink:
 class FaultyLinkFactory:
     """Links whose messages are damaged."""
 
-    def __init__(self, factory: LinkFactory, damage: Damage) -> None:
+    def __init__(self, factory: LinkFactory, damage: Damages) -> None:
         self._factory = factory
         self._damage = damage
 

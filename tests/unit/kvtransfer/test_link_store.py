@@ -59,12 +59,3 @@ def test_a_peer_cannot_fill_the_memory() -> None:
     for number in range(LinkStore.MAX_ENTRIES):
         assert a.feed(str(number), b"x")
     assert not a.feed("one more", b"x")
-
-
-def test_counters_are_local() -> None:
-    a, b = two()
-    assert a.add("n", 2) == 2
-    assert a.add("n", 3) == 5
-    assert not b.check(["n"])
-    assert a.delete_key("n")
-    assert not a.delete_key("n")

@@ -131,16 +131,3 @@ def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
             and num_shared_mappings() <= mappings
         )
     )
-
-
-def test_throughput_smoke(pair: LinkPair, capsys: pytest.CaptureFixture[str]) -> None:
-    pair.until(pair.linked)
-    start, nbytes = time.monotonic(), 0
-    for number in range(20):
-        pair.transfer(number, list(range(1, 64)), list(range(1, 64)))
-        pair.until_received(number)
-        received = pair.received[key(number)]
-        assert isinstance(received, Received)
-        nbytes += received.nbytes
-    with capsys.disabled():
-        print(f" [{nbytes / (time.monotonic() - start) / 1e9:.2f} GB/s] ", end="")

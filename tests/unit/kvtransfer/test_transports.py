@@ -15,7 +15,7 @@ from msgspec import Struct
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
-from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
+from shared.kvtransfer.link import Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.kvtransfer.transports.choice import Transports, host_identity, links_nbytes, make_transports
@@ -24,6 +24,7 @@ from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from shared.protocol.messages import Ping
 from shared.protocol.transfer_messages import LinkOpen, Place, StoreSet
+from tests.chaos.corruption import FaultyLinkFactory
 from tests.fake_cuda import FakeRuntime
 from tests.fake_nccl import FakeNccl
 from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
@@ -100,40 +101,20 @@ def test_shared_memory_that_cannot_be_set_up_gives_way_to_gloo(
         assert "no descriptors" in report.passed_over["shm"] or "peer" in report.passed_over["shm"]
 
 
-class Damaging:
-    """A link whose messages arrive with another first byte."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.max_arrivals = link.max_arrivals
-
-    def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> Op:
-        slot.payload(nbytes)[0] ^= 1
-        return self._link.send(slot, nbytes, seq, header)
-
-    def recv(self, nbytes: int, seq: int) -> Arrival:
-        raise AssertionError("the sending end receives nothing")
-
-    def abort(self) -> None:
-        self._link.abort()
-
-    def close(self) -> None:
-        self._link.close()
-
-
-class DamagingFactory(ShmLinkFactory):
+class FirstByte:
     """As of a device whose memory cannot be read by its peer, which is told so by nothing."""
 
-    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
-        link = super().build(spec, on_dead, block=block)
-        return None if link is None else Damaging(link)
+    def send(self, slot: Slot, nbytes: int, header: bytes, send: Callable[[bytes], Op]) -> Op:
+        slot.payload(nbytes)[0] ^= 1
+        return send(header)
 
 
 def test_a_link_that_fails_its_rehearsal_gives_way_to_the_next_transport(
     new_pair: Callable[[Transports, Transports], LinkPair],
 ) -> None:
     good = transports(real("auto"))
-    bad = replace(good, factories={**good.factories, "shm": DamagingFactory(real("auto"), DeviceThreads())})
+    damaging = FaultyLinkFactory(good.factories["shm"], FirstByte())
+    bad = replace(good, factories={**good.factories, "shm": damaging})
     pair = new_pair(bad, good)
     pair.until(pair.linked)
     assert transports_of(pair.p) == transports_of(pair.d) == ["gloo"]
