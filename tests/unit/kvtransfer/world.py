@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,8 +19,9 @@ from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
-from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
+from shared.kvtransfer.states import Received, SendEnded
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey
+from shared.protocol.outbox import Outbox
 from shared.protocol.transfer_messages import Handoff, Ready
 from tests.fake_link import fake_transports
 from tests.fake_network import CorruptingPages, FakeNetwork, Faults
@@ -151,38 +153,47 @@ class Held:
     handed_off: bool = False
 
 
-class PrefillHost:
+class Host:
+    """A node, its pages, and what it knows of its transfers."""
+
+    def __init__(self, network: FakeNetwork, name: str) -> None:
+        self.network, self.name = network, name
+        self.pages = GuardedPages(160)
+        self.live: dict[ReqKey, Held] = {}
+        self.ended: dict[ReqKey, Any] = {}
+        self.num_wakes = 0
+
+    def endpoint(self, outbox: Outbox, options: TransferOptions, layout: KVLayout) -> Endpoint:
+        return Endpoint(
+            node=NodeRef(self.name, f"{self.name}.{next(_incarnations)}", f"fake://{self.name}"),
+            layout=layout,
+            pages=CorruptingPages(self.pages, self.network),
+            outbox=outbox,
+            transports=fake_transports(self.network, self.name, options),
+            clock=self.network.clock,
+            options=options,
+            wake=self._wake,
+        )
+
+    def _wake(self) -> None:
+        self.num_wakes += 1
+
+
+class PrefillHost(Host):
     """A prefill node whose forward computes `rate` pages of each sequence a step."""
 
     def __init__(
         self, network: FakeNetwork, name: str, options: TransferOptions, layout: KVLayout = LAYOUT
     ) -> None:
-        self.network, self.name, self.rate = network, name, 2
-        self.pages = GuardedPages(160)
-        self.live: dict[ReqKey, Held] = {}
-        self.ended: dict[ReqKey, SendEnded] = {}
-        self.num_wakes = 0
+        super().__init__(network, name)
+        self.rate = 2
         outbox = network.join(
             name,
             lambda sender, message: self.side.on_message(sender, message),
             on_connected=lambda peer: self.side.on_connected(peer),
             on_disconnected=lambda peer, reason: self.side.on_disconnected(peer, reason),
         )
-        self.side = KVSender(
-            Endpoint(
-                node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
-                layout=layout,
-                pages=self.pages,
-                outbox=outbox,
-                transports=fake_transports(network, name, options),
-                clock=network.clock,
-                options=options,
-                wake=self._wake,
-            )
-        )
-
-    def _wake(self) -> None:
-        self.num_wakes += 1
+        self.side = KVSender(self.endpoint(outbox, options, layout))
 
     def open(self, key: ReqKey, peer: str, total_pages: int) -> bool:
         pages = self.pages.alloc(total_pages)
@@ -227,34 +238,16 @@ class PrefillHost:
             sequence.handed_off = True
 
 
-class DecodeHost:
+class DecodeHost(Host):
     """A decode node that checks every byte of what it received."""
 
     def __init__(
         self, network: FakeNetwork, name: str, options: TransferOptions, layout: KVLayout = LAYOUT
     ) -> None:
-        self.network, self.name = network, name
-        self.pages = GuardedPages(160)
-        self.live: dict[ReqKey, Held] = {}
-        self.ended: dict[ReqKey, Received | ReceiveFailed] = {}
-        self.num_wakes = 0
+        super().__init__(network, name)
         outbox = network.join(name, lambda sender, message: self.side.on_message(sender, message))
-        self.side = KVReceiver(
-            Endpoint(
-                node=NodeRef(name, f"{name}.{next(_incarnations)}", f"fake://{name}"),
-                layout=layout,
-                pages=CorruptingPages(self.pages, network),
-                outbox=outbox,
-                transports=fake_transports(network, name, options),
-                clock=network.clock,
-                options=options,
-                wake=self._wake,
-            )
-        )
+        self.side = KVReceiver(self.endpoint(outbox, options, layout))
         network.every(self.side.renewal_s, self.side.renew_leases, owner=name)
-
-    def _wake(self) -> None:
-        self.num_wakes += 1
 
     def open(
         self,
