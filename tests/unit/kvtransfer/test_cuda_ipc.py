@@ -19,10 +19,10 @@ import torch
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
-from shared.kvtransfer.states import Received, ReceiveFailed
-from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory, IpcSharing, IpcSlot
-from shared.kvtransfer.transports.shm import SharedSlot, ShmLinkFactory
-from tests.fake_cuda import ALLOCATION_NBYTES, FakeRuntime
+from shared.kvtransfer.states import Received
+from shared.kvtransfer.transports.cuda.cuda_ipc import IpcSharing, IpcSlot
+from shared.kvtransfer.transports.shm import ShmLinkFactory
+from tests.fake_cuda import FakeRuntime
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
     LinkPair,
@@ -30,7 +30,6 @@ from tests.unit.kvtransfer.link_pair import (
     num_descriptors,
     over_fake_cuda,
     real,
-    transports,
 )
 from tests.unit.kvtransfer.looks import transports_of
 
@@ -152,45 +151,6 @@ def test_a_slot_that_torch_does_not_take_is_let_go_of(sharing: Sharing) -> None:
     sharing.drop()
     sharing.sender.close()
     assert sharing.at_p.num_areas == 0, "the sender has seen that its witness is closed"
-
-
-class SmallIpc(CudaIpcLinkFactory):
-    """Its slots are gathered into elsewhere: the memory that the peer is shown has 4096 bytes."""
-
-    def new_slot(self, nbytes: int) -> Slot:
-        slot = IpcSlot(self._runtime, 4096)
-        slot.buffer = torch.zeros(nbytes, dtype=torch.uint8)
-        return slot
-
-
-class SmallShm(ShmLinkFactory):
-    """The same in host memory."""
-
-    def new_slot(self, nbytes: int) -> Slot:
-        slot = SharedSlot(4096)
-        slot.buffer = torch.zeros(nbytes, dtype=torch.uint8)
-        return slot
-
-
-@pytest.mark.parametrize("backend", ["cuda-ipc", "shm"])
-def test_a_message_that_is_larger_than_its_slot_is_refused(backend: str) -> None:
-    options, runtime, threads = replace(real(backend), slot_nbytes=4 << 20), FakeRuntime(), DeviceThreads()
-    small = ALLOCATION_NBYTES if backend == "cuda-ipc" else 4096
-    corrupt = (
-        SmallIpc(options, runtime, threads) if backend == "cuda-ipc" else SmallShm(options, threads, runtime)
-    )
-    honest = replace(transports(options), rehearse=None)
-    corrupted, pages = replace(honest, factories={backend: corrupt}), list(range(1, 76))
-    pair = LinkPair(options, p_transports=corrupted, d_transports=honest, num_pages=80)
-    try:
-        pair.transfer(0, pages, pages)  # 2.3 MiB
-        pair.until_received(0)
-        failed = pair.received[key(0)]
-        assert isinstance(failed, ReceiveFailed)
-        assert "corrupt peer" in failed.reason and f"which has {small} bytes" in failed.reason
-        assert not pair.d_pool.buffer_LSNHPD.any()
-    finally:
-        pair.close()
 
 
 def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:

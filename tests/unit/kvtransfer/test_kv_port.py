@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -286,26 +286,13 @@ def test_another_certificate_of_the_same_ca_than_was_told_makes_no_link(tmp_path
     cannot_be_built(pair, "another certificate than it has told")
 
 
-class Shake:
-    """A thread that shakes hands as the accepting end, with a peer that may be anything."""
-
-    def __init__(self, theirs: bytes, identity: MadeIdentity) -> None:
-        near, self.far = socket.socketpair()
-        near.settimeout(PATIENCE_S)
-        self.outcome: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(near, theirs, identity))
-        self._thread.start()
-
-    def _run(self, near: socket.socket, theirs: bytes, identity: MadeIdentity) -> None:
-        try:
-            secured(near, identity, theirs, accepted=True).close()
-            self.outcome.set_result(None)
-        except OSError as error:
-            self.outcome.set_exception(error)
-
-    def join(self) -> None:
-        self._thread.join()
-        self.far.close()
+@contextlib.contextmanager
+def shaking(theirs: bytes, identity: MadeIdentity) -> Iterator[tuple[socket.socket, Future[None]]]:
+    """A peer's socket, and what comes of shaking hands as the end that has accepted it. The peer may be anything."""
+    near, far = socket.socketpair()
+    near.settimeout(PATIENCE_S)
+    with far, ThreadPoolExecutor(1) as executor:
+        yield far, executor.submit(lambda: secured(near, identity, theirs, accepted=True).close())
 
 
 def plain(far: socket.socket) -> None:
@@ -338,20 +325,20 @@ def no_certificate(far: socket.socket) -> None:
 def test_what_is_no_mutual_tls_1_3_fails_the_handshake(
     peer: Callable[[socket.socket], None], reason: str
 ) -> None:
-    shake = Shake(MadeIdentity().certificate, MadeIdentity())
-    peer(shake.far)
-    with pytest.raises(OSError, match=reason):
-        shake.outcome.result(PATIENCE_S)
-    shake.join()
+    with shaking(MadeIdentity().certificate, MadeIdentity()) as (far, outcome):
+        peer(far)
+        with pytest.raises(OSError, match=reason):
+            outcome.result(PATIENCE_S)
 
 
 def test_two_ends_that_were_told_each_other_shake_hands_over_tls_1_3() -> None:
     ours, theirs = MadeIdentity(), MadeIdentity()
-    shake = Shake(theirs.certificate, ours)
-    with secured(shake.far, theirs, ours.certificate, accepted=False) as tls:
+    with (
+        shaking(theirs.certificate, ours) as (far, outcome),
+        secured(far, theirs, ours.certificate, accepted=False) as tls,
+    ):
         assert tls.version() == "TLSv1.3"
-        shake.outcome.result(PATIENCE_S)
-    shake.join()
+        outcome.result(PATIENCE_S)
 
 
 # ------------------------------------------------------------------------------------------- flags

@@ -183,13 +183,6 @@ def test_building_that_hangs_is_aborted(nccl: FakeNccl) -> None:
     assert sorted(nccl.events) == ["abort 0", "abort 1"]
 
 
-def test_a_wrong_peer_leaves_no_supervisor(nccl: FakeNccl) -> None:
-    before = threading.active_count()
-    ends = nccl_ends(nccl)
-    ends.close()
-    until(lambda: threading.active_count() <= before)
-
-
 def test_memory_of_a_dead_link_is_freed_after_its_abort(nccl: FakeNccl) -> None:
     """A kernel of the dead link writes to its slot until the group is aborted."""
 

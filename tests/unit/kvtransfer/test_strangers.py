@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import socket
 import threading
 from contextlib import suppress
@@ -23,7 +22,6 @@ from shared.kvtransfer.transports.gloo import GlooLinkFactory, GlooOp
 from shared.kvtransfer.transports.listener_filter import drop_connections
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import LinkPair, key, link_spec, num_descriptors, real
-from tests.unit.kvtransfer.test_link_processes import Decode
 
 torch.set_num_threads(1)
 
@@ -186,18 +184,3 @@ def test_nothing_listens_before_both_ends_are_there() -> None:
     store.abort("given up")
     builder.join(PATIENCE_S)
     assert failed.is_set()
-
-
-@pytest.mark.processes
-def test_strangers_end_no_process_that_has_few_descriptors() -> None:
-    decode = Decode(real("gloo"))
-    process = decode.spawn()
-    decode.works()  # so the link is built at both ends
-    assert process.pid is not None
-    num_open = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
-    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_open + 50, num_open + 50))
-    visit(listening_ports(process.pid))
-    decode.works()
-    assert process.is_alive()
-    until(lambda: len(list(Path(f"/proc/{process.pid}/fd").iterdir())) <= num_open)
-    decode.close()
