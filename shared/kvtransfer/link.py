@@ -82,7 +82,7 @@ class Arrival(Op, Protocol):
 
 
 class Link(Protocol):
-    """One end. Its worker calls `send` from its copier, and everything else from the link's thread."""
+    """One end. Its worker calls `send` from its copier, and everything else from the data thread."""
 
     @property
     def max_arrivals(self) -> int:
@@ -132,7 +132,7 @@ class Stepped(Protocol):
 
 
 class Copier(Protocol):
-    """Gathers pages into the slots of one link, beside the link's thread, so that gathering hides behind sending.
+    """Gathers pages into the slots of one link, beside the data thread, so that gathering hides behind sending.
 
     Runs copies one at a time, in the order of their submission. A copy does not raise.
     """

@@ -47,9 +47,9 @@ class SendWorker(LinkWorker):
         self._serving = False
         """True while the copier works or is about to, and for good once it has failed."""
         self._sending: deque[tuple[Op, Slot]] = deque()
-        """The copier appends, the link's thread takes from the front."""
+        """The copier appends, the data thread takes from the front."""
         self._failure: Exception | None = None
-        """Why the copier has stopped; the link's thread ends the link with it."""
+        """Why the copier has stopped; the data thread ends the link with it."""
         self._lock = threading.Lock()
         """Guards the ring and what is due: the copier takes it, other threads bring it."""
 
@@ -116,7 +116,7 @@ class SendWorker(LinkWorker):
                 # slots are out: slots that come home early are taken again while they are still in the cache.
                 if 2 * self._ring.num_out >= self._ring.num_slots:
                     self._kicked.set()
-        except Exception as error:  # kept for the link's thread, which ends the link with it
+        except Exception as error:  # kept for the data thread, which ends the link with it
             self._failure = error
         finally:
             self._kicked.set()
@@ -154,7 +154,7 @@ class SendWorker(LinkWorker):
                 self._gate.end_gather(granted.key, chunk, payload.numel())
         return envelope.seal(digest)
 
-    # ------------------------------------------------------------------------------ the link's thread
+    # ------------------------------------------------------------------------------ the data thread
     def _reap(self, *, block: bool) -> bool:
         op, slot = self._sending[0]
         if not op.wait(block=block):

@@ -184,7 +184,7 @@ class GlooOp:
 
 
 class GlooSend:
-    """A send that the link's thread starts. From here until it has left, its slot must not be written."""
+    """A send that the data thread starts. From here until it has left, its slot must not be written."""
 
     def __init__(self, started: Future[GlooOp]) -> None:
         self._started = started

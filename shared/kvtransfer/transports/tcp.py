@@ -188,7 +188,7 @@ class TcpLink:
 
 
 class SocketOp:
-    """A message that the link's thread sends or receives."""
+    """A message that the data thread sends or receives."""
 
     def __init__(self, done: Future[None]) -> None:
         self._done = done
