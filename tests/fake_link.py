@@ -101,7 +101,7 @@ class FakeLinkFactory:
             deadline = now + self._options.build_timeout_s
             wire.deadlines[spec.rank] = deadline
             wire.secrets[spec.rank] = spec.secret
-            network.schedule_for(self._party, deadline, _nothing, counts=False)
+            network.schedule_for(self._party, deadline, _nothing)
             spec.store.set(f"fake/{spec.rank}", b"here")
         if wire.broken:
             raise LinkError(f"building link {spec.name}: the peer is gone")
@@ -111,7 +111,7 @@ class FakeLinkFactory:
             link = FakeLink(wire, self._party, spec.rank, spec.ring, self._memory, on_dead)
             wire.ends[spec.rank] = link
             # The peer builds its end by its deadline or never. Then its socket is closed.
-            network.schedule_for(self._party, wire.deadlines[1 - spec.rank], link.check_peer, counts=False)
+            network.schedule_for(self._party, wire.deadlines[1 - spec.rank], link.check_peer)
             return link
         if now >= deadline:
             raise LinkError(f"building link {spec.name}: the peer did not come in time")
@@ -232,7 +232,7 @@ class FakeLink:
             raise LinkError("connection reset")
         network = self.wire.network
         op = FakeOp(network, self._memory.address_of(buffer), network.clock.now + self.wire.op_timeout_s)
-        network.schedule_for(self.party, op.deadline, _nothing, counts=False)
+        network.schedule_for(self.party, op.deadline, _nothing)
         self._ops = [op for op in self._ops if not op.done]
         self._ops.append(op)
         return op

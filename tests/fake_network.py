@@ -93,8 +93,6 @@ class _Event:
     number: int
     run: Callable[[], None] = field(compare=False)
     owner: _Party | None = field(compare=False)
-    counts: bool = field(compare=False)
-    """Whether the network is not idle before it has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +105,13 @@ class _FakeOutbox:
 
 
 class FakeNetwork:
-    """Connects parties in memory. `wire`: pass every message through its encoding, as on a socket."""
+    """Connects parties in memory. Every message passes through its encoding, as on a socket."""
 
     def __init__(
         self,
         seed: int = 0,
         clock: VirtualClock | None = None,
         faults: Faults | None = None,
-        *,
-        wire: bool = True,
     ) -> None:
         self.clock = clock or VirtualClock()
         self.faults = faults or Faults()
@@ -125,10 +121,9 @@ class FakeNetwork:
         self.num_sent: Counter[str] = Counter()
         """Messages by the name of their type, those that were dropped included."""
         self.defects: list[str] = []
-        """What a data link would not have survived; `advance` and `run_until_idle` raise the first."""
+        """What a data link would not have survived; `advance` raises the first."""
         self.num_payloads_to_corrupt = self.num_payloads_to_spare = 0
         self.num_scatters_to_corrupt = 0
-        self._wire = wire
         self._parties: dict[str, _Party] = {}
         self._events: list[_Event] = []
         self._numbers = itertools.count()
@@ -242,7 +237,7 @@ class FakeNetwork:
     # ---------------------------------------------------------------------------------------- time
     def call_later(self, seconds: float, run: Callable[[], None], *, owner: str | None = None) -> None:
         """Run something at a later time: never if `owner` was killed by then, later if it is stopped."""
-        self._schedule(self.clock.now + seconds, run, self._parties[owner] if owner else None, counts=True)
+        self._schedule(self.clock.now + seconds, run, self._parties[owner] if owner else None)
 
     def every(self, seconds: float, run: Callable[[], None], *, owner: str) -> None:
         """Run something of a party again and again, as a timer of its control thread does."""
@@ -250,9 +245,9 @@ class FakeNetwork:
 
         def run_and_go_on() -> None:
             run()
-            self._schedule(self.clock.now + seconds, run_and_go_on, party, counts=False)
+            self._schedule(self.clock.now + seconds, run_and_go_on, party)
 
-        self._schedule(self.clock.now + seconds, run_and_go_on, party, counts=False)
+        self._schedule(self.clock.now + seconds, run_and_go_on, party)
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with all that happens in it."""
@@ -264,18 +259,10 @@ class FakeNetwork:
         self._step_loops()
         self._raise_defect()
 
-    def run_until_idle(self, max_s: float = 60.0) -> None:
-        """Let time pass until nothing is on its way (deadlines of ops do not count), or for `max_s` at most."""
-        end = self.clock.now + max_s
-        self._step_loops()
-        while any(event.counts for event in self._events) and self._events[0].time <= end:
-            self._run_next()
-        self._raise_defect()
-
     # ------------------------------------------------------------------------- for the data links only
-    def schedule_for(self, name: str, at: float, run: Callable[[], None], *, counts: bool = True) -> None:
+    def schedule_for(self, name: str, at: float, run: Callable[[], None]) -> None:
         """Run something of a party at a time."""
-        self._schedule(at, run, self._parties[name], counts=counts)
+        self._schedule(at, run, self._parties[name])
 
     def draw_link_delay(self) -> float:
         """How long a chunk takes."""
@@ -301,7 +288,7 @@ class FakeNetwork:
             return
         kind, receiver = type(message), self._parties.get(to)
         self.num_sent[kind.__name__] += 1
-        decoded: AnyMessage = _decoder.decode(_encoder.encode(message)) if self._wire else message  # type: ignore[assignment]
+        decoded: AnyMessage = _decoder.decode(_encoder.encode(message))
         if self._drops[kind] > 0:
             self._drops[kind] -= 1
         elif kind in self._held:
@@ -319,7 +306,7 @@ class FakeNetwork:
         if self.random.random() >= self.faults.reorder:
             at = max(at, self._last_arrival[pair])
             self._last_arrival[pair] = at
-        self._schedule(at, lambda: receiver.on_message(sender.name, message), receiver, counts=True)
+        self._schedule(at, lambda: receiver.on_message(sender.name, message), receiver)
 
     def _notify_disconnected(self, party: _Party, peer: str, reason: str, *, at: float) -> None:
         pair = frozenset((party.name, peer))
@@ -329,10 +316,10 @@ class FakeNetwork:
             if party.on_disconnected is not None and self._connections[pair] == connection:
                 party.on_disconnected(peer, reason)
 
-        self._schedule(at, notify, party, counts=True)
+        self._schedule(at, notify, party)
 
-    def _schedule(self, at: float, run: Callable[[], None], owner: _Party | None, *, counts: bool) -> None:
-        heapq.heappush(self._events, _Event(at, next(self._numbers), run, owner, counts))
+    def _schedule(self, at: float, run: Callable[[], None], owner: _Party | None) -> None:
+        heapq.heappush(self._events, _Event(at, next(self._numbers), run, owner))
 
     def _run_next(self) -> None:
         event = heapq.heappop(self._events)
