@@ -96,13 +96,13 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
         own: Endpoint,
         apply: Callable[[Transfer, Message], None],
         answer_late: Callable[[Message, Answer], Struct | None],
-        node: str,
+        called: str,
     ) -> None:
         options = own.options
         self._outbox = own.outbox
         self._apply = apply
         self._answer_late = answer_late
-        self._node = node
+        self._called = called
         """What this node is called in what the peer is told."""
         self._open: dict[ReqKey, Transfer] = {}
         self._tombstones: Remembered[ReqKey, Answer] = Remembered(options.tombstone_s, options.max_tombstones)
@@ -163,7 +163,7 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
             if len(parked) < self.MAX_PARKED_PER_KEY:
                 parked.append(message)
         elif (evicted := self._parked.add(place, [message], now)) is not None:
-            self._cancel(*evicted, f"too many transfers wait for their request at the {self._node}")
+            self._cancel(*evicted, f"too many transfers wait for their request at the {self._called}")
 
     def drop_peer(self, peer_id: str) -> None:
         """Drop what a peer announced that is gone."""
@@ -174,7 +174,7 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
     def expire(self, now: float) -> None:
         """Cancel what was parked for too long, and forget old tombstones."""
         for place in self._parked.expire(now):
-            self._cancel(*place, f"the request never came to the {self._node}")
+            self._cancel(*place, f"the request never came to the {self._called}")
         self._tombstones.expire(now)
 
     def _cancel(self, key: ReqKey, peer_id: str, reason: str) -> None:

@@ -73,12 +73,12 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
     link is built, over which transport, and when the next one follows one that died.
     """
 
-    node = "receiving node"
+    called = "receiving node"
 
     def __init__(self, own: Endpoint) -> None:
         super().__init__(own)
         self.transfers: KeyedInbox[ReceiveTransfer, _Keyed, Done] = KeyedInbox(
-            own=own, apply=self._apply, answer_late=_answer_late, node=self.node
+            own=own, apply=self._apply, answer_late=_answer_late, called=self.called
         )
         self.num_links_opened = 0
         """Links ever begun; more than peers when some had to be rebuilt."""

@@ -61,12 +61,12 @@ class KVSender(Side[SendTransfer, SendEvent, ReceivingNode]):
     with LinkOpen, upon which both build the link, or with Refused.
     """
 
-    node = "sending node"
+    called = "sending node"
 
     def __init__(self, own: Endpoint) -> None:
         super().__init__(own)
         self.transfers: KeyedInbox[SendTransfer, _Keyed, CancelTransfer] = KeyedInbox(
-            own=own, apply=self._apply, answer_late=_answer_late, node=self.node
+            own=own, apply=self._apply, answer_late=_answer_late, called=self.called
         )
         self._link_names: deque[str] = deque(maxlen=MAX_LINK_NAMES)
         """Of links that were begun, of which none is built twice."""

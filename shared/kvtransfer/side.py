@@ -55,7 +55,7 @@ AnyPeer = TypeVar("AnyPeer", bound=Peer[Any])
 class Side(ABC, Generic[Transfer, Event, AnyPeer]):
     """The transfers of one direction at this node. The lock guards all state and is never held across a wait."""
 
-    node: str
+    called: str
     """What this node is called in what the peer is told."""
     transfers: KeyedInbox[Transfer, Any, Any]
 
@@ -126,7 +126,7 @@ class Side(ABC, Generic[Transfer, Event, AnyPeer]):
             self._closed = True
             peer_ids = list(self._peers)
             for peer_id in peer_ids:
-                self._forget(peer_id, f"the {self.node} is shutting down", tell_peer=True)
+                self._forget(peer_id, f"the {self.called} is shutting down", tell_peer=True)
             for transfer in self.transfers:
                 self._give_up(transfer, "this node is shutting down")
             self._leave(peer_ids)

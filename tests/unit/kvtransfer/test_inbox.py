@@ -30,7 +30,7 @@ def test_parked_messages_keep_their_order_and_their_sender_and_are_bounded() -> 
         own=own,
         apply=lambda transfer, message: applied.append(message),
         answer_late=lambda message, answer: None,
-        node="node",
+        called="node",
     )
     for number in range(3000):
         inbox.receive("d0", Ready(key(0), number, 0), now=0)
