@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -55,19 +56,19 @@ class _Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
 
 
+@dataclass(frozen=True)
 class GlooLinkFactory:
     """Builds links that bind `options.bind_host`."""
 
-    def __init__(self, options: TransferOptions, device: torch.device, threads: DeviceThreads) -> None:
-        self._options = options
-        self._device = device
-        self._threads = threads
+    options: TransferOptions
+    device: torch.device
+    threads: DeviceThreads
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return None
 
     def new_slot(self, nbytes: int) -> HeadedSlot:
-        return HeadedSlot.new(nbytes, self._device)
+        return HeadedSlot.new(nbytes, self.device)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         assert block, "gloo builds by blocking"
@@ -75,16 +76,16 @@ class GlooLinkFactory:
             # A device listens from its making on, so neither end makes one before the other is there.
             spec.store.set(f"gloo/{spec.rank}", b"here")
             spec.store.wait([f"gloo/{1 - spec.rank}"])
-            return GlooLink(spec, self._group(spec), on_dead, self._threads)
+            return GlooLink(spec, self._group(spec), on_dead, self.threads)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {_first_line(error)}") from None
 
     def _group(self, spec: LinkSpec) -> _Group:
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = timedelta(seconds=self._options.op_timeout_s)
+        options._timeout = timedelta(seconds=self.options.op_timeout_s)
         options._threads = 1
-        options._devices = [gloo.create_device(hostname=self._options.bind_host)]
+        options._devices = [gloo.create_device(hostname=self.options.bind_host)]
         group: _Group = gloo(spec.store, spec.rank, 2, options)
         return group
 

@@ -13,7 +13,6 @@ import socket
 import ssl
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 from shared.config import TransferOptions
 from shared.errors import ConfigError
@@ -21,22 +20,6 @@ from shared.errors import ConfigError
 _NAME = "baton-kv"
 _VALID_FOR = datetime.timedelta(days=36500)
 """A certificate ends with its process. Clocks of two hosts may differ by years."""
-
-
-class Identity(Protocol):
-    """The certificate of this process, and the peers that it trusts."""
-
-    @property
-    def certificate(self) -> bytes:
-        """In DER, without its chain."""
-        ...
-
-    def prepare(self, context: ssl.SSLContext, theirs: bytes) -> None:
-        """Load the certificate, and trust a peer that has told the certificate `theirs` (DER).
-
-        OSError or ValueError: it cannot be read.
-        """
-        ...
 
 
 def identity_of(options: TransferOptions) -> Identity:
@@ -76,11 +59,16 @@ class GivenIdentity:
 
     @property
     def certificate(self) -> bytes:
+        """In DER, without its chain."""
         text, end = self._cert.read_text(), "-----END CERTIFICATE-----"
         first, found, _ = text[text.find("-----BEGIN CERTIFICATE-----") :].partition(end)
         return ssl.PEM_cert_to_DER_cert(first + found)
 
     def prepare(self, context: ssl.SSLContext, theirs: bytes) -> None:
+        """Load the certificate, and trust a peer that has told the certificate `theirs` (DER).
+
+        OSError or ValueError: it cannot be read.
+        """
         context.load_cert_chain(self._cert, self._key, password=lambda: b"")  # a prompt would wait for ever
         context.load_verify_locations(self._ca)
 
@@ -118,6 +106,10 @@ class MadeIdentity:
             file.flush()
             context.load_cert_chain(file.name)
         context.load_verify_locations(cadata=theirs)
+
+
+Identity = GivenIdentity | MadeIdentity
+"""The certificate of this process, and the peers that it trusts."""
 
 
 def secured(sock: socket.socket, identity: Identity, theirs: bytes, *, accepted: bool) -> ssl.SSLSocket:

@@ -186,18 +186,14 @@ def test_building_that_hangs_is_aborted(nccl: FakeNccl) -> None:
 def test_memory_of_a_dead_link_is_freed_after_its_abort(nccl: FakeNccl) -> None:
     """A kernel of the dead link writes to its slot until the group is aborted."""
 
-    class WatchedFactory(NcclLinkFactory):
-        rank: int
-
-        def new_slot(self, nbytes: int) -> Slot:
-            slot = super().new_slot(nbytes)
-            weakref.finalize(slot, nccl.events.append, f"free {self.rank}")
-            return slot
-
     def watched(rank: int) -> NcclLinkFactory:
-        factory = WatchedFactory(options, CPU, nccl.new_group, DeviceThreads())
-        factory.rank = rank
-        return factory
+        class WatchedFactory(NcclLinkFactory):
+            def new_slot(self, nbytes: int) -> Slot:
+                slot = super().new_slot(nbytes)
+                weakref.finalize(slot, nccl.events.append, f"free {rank}")
+                return slot
+
+        return WatchedFactory(options, CPU, nccl.new_group, DeviceThreads())
 
     options = real("nccl")
     honest = over_fake_nccl(options, nccl)

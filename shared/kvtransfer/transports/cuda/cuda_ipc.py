@@ -14,6 +14,7 @@ import select
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from shared import log
@@ -31,24 +32,24 @@ _ALLOCATION_NBYTES = 2 << 20
 """cudaMalloc puts smaller blocks into one allocation of this size, and a handle is one of the whole allocation."""
 
 
+@dataclass(frozen=True)
 class CudaIpcLinkFactory:
     """Builds links between processes of this host that have their pages on GPUs."""
 
-    def __init__(self, options: TransferOptions, runtime: CudaRuntime, threads: DeviceThreads) -> None:
-        self._options = options
-        self._runtime = runtime
-        self._threads = threads
+    options: TransferOptions
+    runtime: CudaRuntime
+    threads: DeviceThreads
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         return not_one_host(ours, theirs) or (None if theirs.gpu else "the sending node has no GPU")
 
     def new_slot(self, nbytes: int) -> Slot:
-        return IpcSlot(self._runtime, nbytes)
+        return IpcSlot(self.runtime, nbytes)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         assert block, "a socket is waited for by blocking"
-        sharing = IpcSharing(self._runtime, self._options.op_timeout_s, self._threads)
-        return build_unix_link(spec, self._options, sharing, on_dead, self._threads)
+        sharing = IpcSharing(self.runtime, self.options.op_timeout_s, self.threads)
+        return build_unix_link(spec, self.options, sharing, on_dead, self.threads)
 
 
 class IpcSlot(Slot):

@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -108,20 +109,14 @@ def nccl_groups(options: TransferOptions, device: torch.device) -> NewGroup:
     return new_group
 
 
+@dataclass(frozen=True)
 class NcclLinkFactory:
     """Builds links between `device` and another GPU. The thread of each works on a stream of its own."""
 
-    def __init__(
-        self,
-        options: TransferOptions,
-        device: torch.device,
-        new_group: NewGroup,
-        threads: DeviceThreads,
-    ) -> None:
-        self._options = options
-        self._device = device
-        self._new_group = new_group
-        self._threads = threads
+    options: TransferOptions
+    device: torch.device
+    new_group: NewGroup
+    threads: DeviceThreads
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
         if not theirs.gpu:
@@ -129,19 +124,19 @@ class NcclLinkFactory:
         return "NCCL refuses two ranks on one GPU" if ours.gpu == theirs.gpu else None
 
     def new_slot(self, nbytes: int) -> Slot:
-        return Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
+        return Slot(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link | None:
         """`on_dead` is never called: see the head of this file."""
         assert block, "NCCL builds by blocking"
         try:
-            group = self._new_group(spec.store, spec.rank)
+            group = self.new_group(spec.store, spec.rank)
         except RuntimeError as error:
             raise LinkError(f"building link {spec.name}: {error}") from None
-        supervisor = Supervisor(spec, group, self._options.build_timeout_s, self._threads)
-        link = NcclLink(spec, group, supervisor, self._device, self._options.op_timeout_s)
+        supervisor = Supervisor(spec, group, self.options.build_timeout_s, self.threads)
+        link = NcclLink(spec, group, supervisor, self.device, self.options.op_timeout_s)
         try:
-            group.eager_connect_single_device(self._device)
+            group.eager_connect_single_device(self.device)
             challenge(spec, link.exchange)
         except (LinkError, RuntimeError) as error:
             link.close()
