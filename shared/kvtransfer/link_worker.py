@@ -50,6 +50,10 @@ class LinkWorker(ABC):
 
     def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, owner: LinkOwner) -> None:
         options, transports = own.options, own.transports
+
+        def tell(entry: str, value: bytes) -> None:
+            own.outbox.send(peer_id, StoreSet(opening.link, entry, value))
+
         self.peer_id = peer_id
         self.name = opening.link
         self.transport = opening.transport
@@ -63,7 +67,7 @@ class LinkWorker(ABC):
         self._owner = owner
         self._factory = transports.factories[opening.transport]
         self._ring = SlotRing(options.num_slots, transports.slot_nbytes, self._factory.new_slot)
-        self.store = LinkStore(self._tell, options.build_timeout_s)
+        self.store = LinkStore(tell, options.build_timeout_s)
         self._spec = LinkSpec(
             name=opening.link, rank=self.rank, secret=opening.secret, store=self.store, ring=self._ring
         )
@@ -197,6 +201,3 @@ class LinkWorker(ABC):
             self.store.abort(reason)
         else:
             self._owner.end_link(self, reason)
-
-    def _tell(self, entry: str, value: bytes) -> None:
-        self._own.outbox.send(self.peer_id, StoreSet(self.name, entry, value))

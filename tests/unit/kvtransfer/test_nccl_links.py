@@ -146,25 +146,6 @@ def test_an_op_whose_time_is_over_has_let_go_of_its_slot(nccl: FakeNccl) -> None
     ends.close()
 
 
-def test_a_link_that_is_given_up_frees_the_thread_that_waits(ends: Ends, nccl: FakeNccl) -> None:
-    """As when the control connection has noticed that the peer is gone: before the op's timeout nothing else does."""
-    nccl.hold()
-    arrival, failed = ends.receiver.recv(100, 0), threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(LinkError, match="the peer is gone"):
-            arrival.wait(block=True)
-        failed.set()
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    ends.stores[RECEIVER].abort("the peer is gone")
-    waiter.join(PATIENCE_S)
-    assert failed.is_set()
-    assert nccl.events == [f"abort {RECEIVER}"]
-    arrival.release()
-
-
 def test_a_message_whose_header_never_comes_fails(nccl: FakeNccl) -> None:
     ends = nccl_ends(nccl, replace(OPTIONS, op_timeout_s=0.2))
     ends.holds_headers = True

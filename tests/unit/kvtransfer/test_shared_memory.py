@@ -16,7 +16,7 @@ import torch
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
-from shared.kvtransfer.link import RECEIVER, SENDER
+from shared.kvtransfer.link import RECEIVER
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.staging import HEADER_NBYTES
 from shared.kvtransfer.transports.shm import SharedSlot, ShmLinkFactory, map_slot
@@ -129,25 +129,6 @@ def test_an_op_times_out_when_the_peer_does_nothing() -> None:
     with pytest.raises(LinkError, match=r"timed out after 0.5 s"):
         op.wait(block=True)
     ends.close()
-
-
-def test_abort_frees_whoever_waits_and_tells_the_other_end(ends: Ends) -> None:
-    arrival = ends.receiver.recv(100, 0)
-    failed = threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(LinkError, match="the peer is gone"):
-            arrival.wait(block=True)
-        failed.set()
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    ends.receiver.abort()
-    waiter.join(PATIENCE_S)
-    assert failed.is_set()
-    assert ends.died[SENDER].wait(PATIENCE_S)
-    with pytest.raises(LinkError):
-        ends.sender.send(ends.factory.new_slot(100), 100, 0, HEADER)
 
 
 def test_records_of_another_kind_end_the_link_and_leak_no_descriptor(ends: Ends) -> None:
