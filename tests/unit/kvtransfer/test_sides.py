@@ -23,7 +23,6 @@ from shared.protocol.transfer_messages import (
     LinkOpen,
     Offer,
     PeerHello,
-    PeerLeft,
     Ready,
     StoreSet,
 )
@@ -67,9 +66,21 @@ def failure(world: World, number: int = 0) -> ReceiveFailed:
     return end
 
 
-def open_both(world: World, total: int = 6, prefix: int = 0, number: int = 0) -> None:
+def open_both(
+    world: World,
+    total: int = 6,
+    prefix: int = 0,
+    number: int = 0,
+    *,
+    rate: int | None = None,
+    seconds: float = 0,
+) -> None:
+    """At both nodes, of which the prefill node computes `rate` pages a step. Then so much time passes."""
+    world.p.rate = world.p.rate if rate is None else rate
     world.p.open(key(number), "d0", total)
     world.d.open(key(number), "p0", total, prefix)
+    if seconds:
+        world.run(seconds)
 
 
 # -------------------------------------------------------------------------------------- the good case
@@ -98,9 +109,7 @@ def test_a_sequence_moves_without_the_prefix_that_is_there(
 
 
 def test_an_offer_needs_no_forward_to_be_granted_while_the_next_pages_are_computed(world: World) -> None:
-    world.p.rate = 0
-    open_both(world)
-    world.run(0.5)
+    open_both(world, rate=0, seconds=0.5)
     world.p.rate = 3
     world.p.step()
     world.p.rate = 0
@@ -141,9 +150,7 @@ def test_pages_of_a_request_that_still_runs_elsewhere_come_after_those_of_others
 
 @pytest.mark.parametrize("at", ["p0", "d0"])
 def test_a_cancel_reaches_the_other_node(at: str, world: World) -> None:
-    world.p.rate = 0
-    open_both(world)
-    world.run(0.3)
+    open_both(world, rate=0, seconds=0.3)
     side = world.p.side if at == "p0" else world.d.side
     side.cancel(key(0), "the client went away")
     side.cancel(key(0), "again")
@@ -155,8 +162,7 @@ def test_a_cancel_reaches_the_other_node(at: str, world: World) -> None:
 
 def test_a_chunk_granted_before_the_cancel_is_sent_void_and_dropped(world: World) -> None:
     world.network.hold(Grant)
-    open_both(world)
-    world.run(0.3)
+    open_both(world, seconds=0.3)
     assert num_slots_out(world.d.side) == FAST.num_slots
     world.p.side.cancel(key(0), "aborted")
     world.run(0.05)
@@ -193,8 +199,7 @@ def test_the_terminal_event_waits_for_the_gather_or_scatter_under_way(
         seen_in_the_middle.append(key(0) in host.ended)
 
     host.pages.in_the_middle = end_it
-    open_both(world)
-    world.run(0.5)
+    open_both(world, seconds=0.5)
     assert seen_in_the_middle == [False]
     assert key(0) in host.ended
     assert not isinstance(host.ended[key(0)], Received)
@@ -208,8 +213,7 @@ def test_a_void_chunk_that_overtakes_the_handoff_leaves_it_to_the_cancel_how_the
     """The cancel alone says whether the sending node still speaks for the request."""
     world.network.hold(Grant)
     world.network.hold(Handoff)
-    open_both(world)
-    world.run(0.3)
+    open_both(world, seconds=0.3)
     if cancel_lost:  # then the answer to a renewal ends the transfer
         world.network.drop_next(CancelTransfer)
     else:
@@ -274,8 +278,7 @@ def test_a_prefill_node_waits_for_the_reservation_only_so_long(world: World) -> 
 
 def test_a_late_message_does_not_reopen_an_ended_key(world: World) -> None:
     world.network.hold(Ready)
-    open_both(world)
-    world.run(0.1)
+    open_both(world, seconds=0.1)
     world.p.side.cancel(key(0), "aborted")
     world.run(0.1)
     world.network.release(Ready)
@@ -288,8 +291,7 @@ def test_a_late_message_does_not_reopen_an_ended_key(world: World) -> None:
 def test_whoever_speaks_of_an_ended_key_is_told_so(world: World, late: type[Struct]) -> None:
     world.network.hold(Offer)
     world.network.hold(Handoff)
-    open_both(world, total=2)
-    world.run(0.1)
+    open_both(world, total=2, seconds=0.1)
     world.network.drop_next(CancelTransfer)
     world.d.side.cancel(key(0), "aborted")
     world.run(0.1)
@@ -300,9 +302,7 @@ def test_whoever_speaks_of_an_ended_key_is_told_so(world: World, late: type[Stru
 
 
 def test_a_prompt_may_wait_long_in_the_prefill_nodes_queue_but_not_for_ever(world: World) -> None:
-    world.p.rate = 0
-    open_both(world)
-    world.run(FAST.offer_timeout_s - 0.1)
+    open_both(world, rate=0, seconds=FAST.offer_timeout_s - 0.1)
     assert world.d.live
     world.run(0.3)
     assert "no pages were offered" in failure(world).reason
@@ -319,9 +319,7 @@ def offer_one(world: World) -> None:
 def test_offered_pages_that_do_not_arrive_fail_the_transfer(handed_off: bool, new_world: NewWorld) -> None:
     world = new_world(options=SLOW_OPS)
     world.network.hold(Grant)
-    world.p.rate = 0
-    open_both(world, total=1 if handed_off else 4)
-    world.run(0.1)
+    open_both(world, total=1 if handed_off else 4, rate=0, seconds=0.1)
     offer_one(world)
     world.run(FAST.transfer_timeout_s - 0.1)
     assert world.d.live
@@ -333,8 +331,7 @@ def test_offered_pages_that_do_not_arrive_fail_the_transfer(handed_off: bool, ne
 
 
 def test_a_chunk_may_be_computed_for_longer_than_a_transfer_may_stand_still(world: World) -> None:
-    world.p.rate = 0
-    open_both(world, total=4)
+    open_both(world, total=4, rate=0)
     for _ in range(4):
         world.run(FAST.offer_timeout_s - 0.2)
         assert FAST.offer_timeout_s > FAST.transfer_timeout_s + 1
@@ -344,9 +341,7 @@ def test_a_chunk_may_be_computed_for_longer_than_a_transfer_may_stand_still(worl
 
 
 def test_a_chunk_that_is_never_computed_fails_the_transfer(world: World) -> None:
-    world.p.rate = 0
-    open_both(world, total=4)
-    world.run(0.1)
+    open_both(world, total=4, rate=0, seconds=0.1)
     offer_one(world)
     world.run(FAST.offer_timeout_s + 0.3)
     assert "no pages were offered" in failure(world).reason
@@ -355,8 +350,7 @@ def test_a_chunk_that_is_never_computed_fails_the_transfer(world: World) -> None
 def test_each_chunk_that_arrives_renews_the_deadline(new_world: NewWorld) -> None:
     delay = FAST.transfer_timeout_s / 2
     world = new_world(faults=Faults(link_delay_s=(delay, delay)), options=replace(SLOW_OPS, num_slots=1))
-    open_both(world, total=4)
-    world.run(8.5 * delay)
+    open_both(world, total=4, seconds=8.5 * delay)
     assert isinstance(world.d.ended[key(0)], Received)
     world.settle()
 
@@ -364,8 +358,7 @@ def test_each_chunk_that_arrives_renews_the_deadline(new_world: NewWorld) -> Non
 def test_a_step_of_the_decode_nodes_loop_may_last_longer_than_a_lease(new_world: NewWorld) -> None:
     world = new_world(options=replace(SLOW_OPS, transfer_timeout_s=60.0))
     world.network.hold(Grant)
-    open_both(world, total=2)
-    world.run(0.3)
+    open_both(world, total=2, seconds=0.3)
     for _ in range(10):  # its control thread answers meanwhile
         world.network.advance(FAST.lease_s / 3)
         world.p.step()
@@ -378,16 +371,14 @@ def test_a_step_of_the_decode_nodes_loop_may_last_longer_than_a_lease(new_world:
 
 def test_pages_handed_off_are_held_while_the_lease_is_renewed_and_no_longer(world: World) -> None:
     world.network.hold(Grant)
-    open_both(world, total=2)
-    world.run(FAST.op_timeout_s * 0.9)
+    open_both(world, total=2, seconds=FAST.op_timeout_s * 0.9)
     assert world.p.live
     world.network.release(Grant)
     world.run(0.1)
     assert world.p.ended[key(0)].ok
 
     world.network.drop_next(Done)
-    open_both(world, total=2, number=1)
-    world.run(FAST.lease_s - 0.1)
+    open_both(world, total=2, number=1, seconds=FAST.lease_s - 0.1)
     assert isinstance(world.d.ended[key(1)], Received)
     assert key(1) in world.p.live
     world.run(0.3)
@@ -395,9 +386,7 @@ def test_pages_handed_off_are_held_while_the_lease_is_renewed_and_no_longer(worl
 
 
 def test_pages_are_held_without_a_lease_while_the_prompt_is_computed(world: World) -> None:
-    world.p.rate = 0
-    open_both(world, total=4)
-    world.run(FAST.lease_s / 2)
+    open_both(world, total=4, rate=0, seconds=FAST.lease_s / 2)
     assert world.network.num_sent["LeaseRenew"]
     world.network.drop_next(LeaseRenew, 100)
     offer_one(world)
@@ -424,8 +413,7 @@ def test_a_transfer_whose_handoff_was_lost_fails_as_one_that_was_handed_off(
 ) -> None:
     """As by a connection that broke. The sending node speaks for its request no more."""
     world.network.drop_next(Handoff)
-    open_both(world)
-    world.run(0.3)
+    open_both(world, seconds=0.3)
     if cancel_lost:  # then the answer to a renewal ends the transfer
         world.network.drop_next(CancelTransfer)
     world.p.side.cancel(key(0), "aborted")
@@ -435,9 +423,7 @@ def test_a_transfer_whose_handoff_was_lost_fails_as_one_that_was_handed_off(
 
 
 def test_a_renewal_of_a_transfer_that_has_ended_is_answered(world: World) -> None:
-    world.p.rate = 0
-    open_both(world)
-    world.run(0.1)
+    open_both(world, rate=0, seconds=0.1)
     world.network.drop_next(CancelTransfer)
     world.p.side.cancel(key(0), "aborted")
     world.run(FAST.lease_s / 3 + 0.1)
@@ -445,21 +431,6 @@ def test_a_renewal_of_a_transfer_that_has_ended_is_answered(world: World) -> Non
 
 
 # ------------------------------------------------------------------------------- what the peer must not do
-class Liar:
-    """A prefill node that sends whatever the test wants, once its link is up."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        world.p.rate = 0
-
-    def says(self, *messages: Struct) -> ReceiveFailed:
-        outbox = self.world.p.side._outbox
-        for message in messages:
-            outbox.send("d0", message)
-        self.world.run(0.1)
-        return failure(self.world)
-
-
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -476,21 +447,20 @@ class Liar:
     ],
 )
 def test_counts_that_do_not_fit_fail_the_transfer(world: World, messages: list[Struct], reason: str) -> None:
-    liar = Liar(world)
-    open_both(world, total=6, prefix=1)
-    world.run(0.3)
+    open_both(world, total=6, prefix=1, rate=0, seconds=0.3)
     world.network.hold(Grant)
-    end = liar.says(*messages)
-    assert reason in end.reason
-    assert not end.by_peer
+    for message in messages:
+        world.p.side._outbox.send("d0", message)
+    world.run(0.1)
+    assert reason in failure(world).reason
+    assert not failure(world).by_peer
     world.network.release(Grant)
 
 
 def test_repeated_messages_change_nothing(new_world: NewWorld) -> None:
     world = new_world(faults=Faults(duplicate=1.0))
     world.run(0.5)
-    open_both(world)
-    world.run(0.5)
+    open_both(world, seconds=0.5)
     assert isinstance(world.d.ended[key(0)], Received)
     assert world.p.ended[key(0)].ok
     world.settle()
@@ -500,13 +470,12 @@ def test_a_node_that_ends_in_order_is_not_called_silent(
     caplog: pytest.LogCaptureFixture, new_world: NewWorld
 ) -> None:
     world = new_world()
-    open_both(world)
-    world.run(1.0)
+    open_both(world, seconds=1.0)
     num_links = world.d.side.num_links_opened
     assert num_live(world.d.side) == 1
     world.p.side.close()
-    world.d.side.on_message("p0", PeerLeft())
-    assert "p0" not in world.d.side._peers and num_live(world.d.side) == 0, "at once"
+    world.network.advance(0.01)
+    assert "p0" not in world.d.side._peers and num_live(world.d.side) == 0, "it was told"
     world.run(2 * FAST.peer_timeout_s)
     assert "p0" not in world.d.side._peers
     assert world.d.side.num_links_opened == num_links
@@ -515,9 +484,7 @@ def test_a_node_that_ends_in_order_is_not_called_silent(
 
 def test_another_peer_cannot_touch_a_transfer(new_world: NewWorld) -> None:
     world = new_world(prefills=("p0", "p1"))
-    world.p.rate = 0
-    open_both(world)
-    world.run(0.2)
+    open_both(world, rate=0, seconds=0.2)
     other = world.prefills["p1"].side._outbox
     other.send("d0", CancelTransfer(key(0), "not yours"))
     other.send("d0", Offer(key(0), 0, 6))
@@ -579,8 +546,7 @@ def changed(grant: Grant, change: dict[str, int]) -> Grant:
 )
 def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[str, int]) -> None:
     world.network.hold(Grant)
-    open_both(world)
-    world.run(0.2)
+    open_both(world, seconds=0.2)
     assert world.network.num_held(Grant)
     grant = world.network.take_held(Grant)
     world.p.side.on_message("d0", changed(grant, change))
@@ -594,8 +560,7 @@ def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[st
 # ------------------------------------------------------------------------------------------ corruption
 def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
     world.network.corrupt_payloads()
-    open_both(world)
-    world.run(0.5)
+    open_both(world, seconds=0.5)
     assert "arrived corrupt" in failure(world).reason
     assert not failure(world).by_peer
     assert failure(world).corrupt and failure(world).sender == "p0"
@@ -700,8 +665,7 @@ def test_a_killed_peer_fails_what_it_had_under_way(
 ) -> None:
     world = new_world(faults=Faults(silent_kill=silent_kill))
     world.network.hold(Grant)
-    open_both(world)
-    world.run(0.2)
+    open_both(world, seconds=0.2)
     survivor: PrefillHost | DecodeHost = world.d if victim == "p0" else world.p
     world.network.kill(victim)
     advance(300, world.network, survivor)
@@ -720,8 +684,7 @@ def test_slots_of_a_dead_link_come_home_at_its_abort_and_not_at_the_timeout_of_a
 ) -> None:
     world = new_world(faults=Faults(stuck_op=1.0, notice_s=(0.01, 0.01)))
     world.network.hold(Grant)
-    open_both(world)
-    world.run(0.1)
+    open_both(world, seconds=0.1)
     assert num_slots_out(world.d.side) == FAST.num_slots
     world.network.kill("p0")
     advance(4, world.network, world.d)
@@ -739,16 +702,13 @@ def test_a_stopped_peer_is_found_by_pings_and_comes_back(world: World) -> None:
     world.network.resume("p0")
     world.run(1.0)
     assert peer_states(world.d.side) == {"p0": "linked"}
-    open_both(world, number=1)
-    world.run(0.5)
+    open_both(world, number=1, seconds=0.5)
     assert isinstance(world.d.ended[key(1)], Received)
 
 
 def test_the_canary_alone_fails_transfers_of_a_dead_decode_node(new_world: NewWorld) -> None:
     world = new_world(faults=Faults(silent_kill=True, notice_s=(0.02, 0.02)))
-    world.p.rate = 0
-    open_both(world)
-    world.run(0.3)
+    open_both(world, rate=0, seconds=0.3)
     world.network.kill("d0")
     advance(5, world.network, world.p)
     assert "link lost: the peer is gone" in world.p.ended[key(0)].reason
@@ -776,9 +736,7 @@ def test_a_reservation_made_on_a_link_that_was_already_lost_ends_with_the_next_l
 
 
 def test_success_before_the_handoff_is_no_success(world: World) -> None:
-    world.p.rate = 0
-    open_both(world)
-    world.run(0.2)
+    open_both(world, rate=0, seconds=0.2)
     world.d.side._outbox.send("p0", Done(key(0), True))
     world.run(0.1)
     assert not world.p.ended[key(0)].ok
@@ -862,8 +820,7 @@ def test_nodes_that_have_each_another_link_agree_on_one_again(world: World) -> N
     world.p.side.on_message("d0", older)
     world.network.release(StoreSet)
     world.run(2.0)
-    open_both(world)
-    world.run(1.0)
+    open_both(world, seconds=1.0)
     assert world.p.ended[key(0)].ok, world.p.ended[key(0)].reason
 
 
@@ -886,8 +843,7 @@ def test_transfers_of_a_lost_link_fail_on_both_ends_and_others_go_on_later(world
 def test_close_ends_everything_and_later_calls_do_nothing(new_world: NewWorld) -> None:
     world = new_world()
     world.network.hold(Grant)
-    open_both(world)
-    world.run(0.2)
+    open_both(world, seconds=0.2)
     world.p.side.close()
     world.d.side.close()
     for host in (world.p, world.d):
@@ -903,8 +859,7 @@ def test_close_ends_everything_and_later_calls_do_nothing(new_world: NewWorld) -
 
 
 def test_chunks_are_granted_several_to_a_message(world: World) -> None:
-    open_both(world, total=16)
-    world.run(1.0)
+    open_both(world, total=16, seconds=1.0)
     assert isinstance(world.d.ended[key(0)], Received)
     num_chunks = 16 * 2  # a slot holds two layers of a page, which has three
     assert world.network.num_sent["Grant"] <= num_chunks / 1.5
