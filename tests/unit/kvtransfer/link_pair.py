@@ -314,6 +314,14 @@ class LinkPair:
         self.until(lambda: new in self.ready)
         self.sending.offer(new, p_pages)
 
+    def moves_pages(self, number: int = 0) -> None:
+        """Some pages arrive."""
+        p_pages, d_pages = list(range(1, 30)), list(range(30, 59))
+        self.transfer(number, p_pages, d_pages)
+        self.until_received(number)
+        assert isinstance(self.received[key(number)], Received), self.received[key(number)]
+        assert torch.equal(self.d_pool.buffer_LSNHPD[:, :, d_pages], self.p_pool.buffer_LSNHPD[:, :, p_pages])
+
     def close(self) -> None:
         self.sending.close()
         self.receiving.close()

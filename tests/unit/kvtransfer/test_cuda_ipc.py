@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -19,14 +20,12 @@ import torch
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
-from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.cuda.cuda_ipc import IpcSharing, IpcSlot
 from shared.kvtransfer.transports.shm import ShmLinkFactory
 from tests.fake_cuda import FakeRuntime
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
     LinkPair,
-    key,
     num_descriptors,
     over_fake_cuda,
     real,
@@ -161,20 +160,15 @@ def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:
         factories = {**ipc.factories, "shm": ShmLinkFactory(options, DeviceThreads(), runtime)}
         both.append((runtime, replace(ipc, factories=factories)))
     (p_runtime, p), (d_runtime, d) = both
-    pair = LinkPair(options, p_transports=p, d_transports=d)
-    try:
+    with closing(LinkPair(options, p_transports=p, d_transports=d)) as pair:
         pair.until(pair.linked)
         assert transports_of(pair.p) == transports_of(pair.d) == ["shm"]
         (report,) = pair.d.link_reports
         assert "cudaIpcOpenMemHandle" in report.passed_over["cuda-ipc"]
-        pair.transfer(0, [1, 2, 3], [4, 5, 6])
-        pair.until(lambda: key(0) in pair.received)
-        assert isinstance(pair.received[key(0)], Received)
+        pair.moves_pages()
         assert len(p_runtime.registered) == len(d_runtime.registered) > 0, (
             "shm's slots are pinned at both ends"
         )
-    finally:
-        pair.close()
     until(lambda: not p_runtime.registered and not d_runtime.registered)
     until(lambda: p_runtime.num_areas == d_runtime.num_areas == 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,13 @@ class Entered:
 def test_every_thread_of_a_link_enters(backend: str) -> None:
     before = set(threading.enumerate())
     entered = Entered()
-    pair = LinkPair(
-        real(backend),
-        p_transports=transports(real(backend), entered.threads),
-        d_transports=transports(real(backend), entered.threads),
-    )
-    try:
+    with closing(
+        LinkPair(
+            real(backend),
+            p_transports=transports(real(backend), entered.threads),
+            d_transports=transports(real(backend), entered.threads),
+        )
+    ) as pair:
         pair.transfer(1, [1, 2, 3], [4, 5, 6])
         pair.until_received(1)
         running = (
@@ -55,8 +57,6 @@ def test_every_thread_of_a_link_enters(backend: str) -> None:
         assert running <= entered.current
         moving = {thread for thread in running if thread.name.startswith(("link", "copier"))}
         assert len(moving) == 3 and moving <= entered.with_stream
-    finally:
-        pair.close()
 
 
 def test_a_thread_enters_before_it_runs() -> None:

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError
-from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
 from shared.kvtransfer.transports.kv_port import HELLO_NBYTES, MAGIC, MAX_STRANGERS, Acceptor
 from shared.kvtransfer.transports.tcp import notice_vanished
@@ -35,7 +34,6 @@ from tests.unit.kvtransfer.link_pair import (
     CPU,
     REAL,
     LinkPair,
-    key,
     num_descriptors,
     num_threads,
     real,
@@ -152,9 +150,7 @@ def test_links_are_built_between_strangers_over_one_port(backend: str) -> None:
         pair.p.on_connected("d0")
         pair.until_opened(number + 2)
         pair.until(pair.linked)
-        pair.transfer(number, [1, 2], [3, 4])
-        pair.until_received(number)
-        assert isinstance(pair.received[key(number)], Received)
+        pair.moves_pages(number)
         strangers += [
             connect(("127.0.0.1", port), HELLO) for port in listening_ports(but=pair.receiving.port)
         ]

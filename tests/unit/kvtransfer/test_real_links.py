@@ -58,9 +58,7 @@ def test_an_idle_link_outlives_the_timeout_of_its_ops(options: TransferOptions) 
     pair.until(pair.linked)
     over_at = time.monotonic() + 2.5
     pair.until(lambda: time.monotonic() > over_at)
-    pair.transfer(0, [1, 2], [3, 4])
-    pair.until(lambda: key(0) in pair.received)
-    assert isinstance(pair.received[key(0)], Received)
+    pair.moves_pages()
     assert pair.d.num_links_opened == 1
     pair.close()
 
@@ -102,9 +100,7 @@ def test_a_lost_link_is_built_anew(pair: LinkPair) -> None:
     pair.until(lambda: key(0) in pair.received and key(0) in pair.sent)
     pair.until(pair.linked)
     assert pair.d.num_links_opened == 2
-    pair.transfer(1, list(range(1, 60)), list(range(1, 60)))
-    pair.until(lambda: key(1) in pair.received)
-    assert isinstance(pair.received[key(1)], Received)
+    pair.moves_pages(1)
 
 
 def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
@@ -116,8 +112,7 @@ def test_a_hundred_links_leave_nothing_behind(options: TransferOptions) -> None:
     for number in range(99):
         pair.until(pair.linked)
         if number % 3 == 0:
-            pair.transfer(number, [1, 2, 3], [4, 5, 6])
-            pair.until_received(number)
+            pair.moves_pages(number)
         pair.p.on_disconnected("d0", "test")
         pair.p.on_connected("d0")
         pair.until_opened(number + 2)

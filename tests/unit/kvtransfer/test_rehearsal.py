@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -86,12 +86,9 @@ def test_what_is_timed_is_the_reading_of_every_byte_and_no_mapping() -> None:
     log = Log()
     mapped = type("MappedAndNoted", (Mapped,), {"done": log.done})
     d = replace(over_fake_cuda(OPTIONS, Runtime(mapped)), rehearse=Rehearsal(CPU, log, log.clock))
-    pair = LinkPair(OPTIONS, p_transports=transports(OPTIONS), d_transports=d)
-    try:
+    with closing(LinkPair(OPTIONS, p_transports=transports(OPTIONS), d_transports=d)) as pair:
         pair.until(pair.linked)
         (report,) = pair.d.link_reports
-    finally:
-        pair.close()
     clocks = [at for at, what in enumerate(log.done) if what == "clock"]
     timed = [log.done[start + 1 : end] for start, end in pairwise(clocks)][::2]
     small, large = "copy 4096", "copy 65536"
@@ -173,12 +170,9 @@ def test_a_gpu_without_memory_for_slots_passes_the_transport_over(
         if name == full:
             factories["nccl"] = FullGpu(options, CPU, NCCL.new_group, ON_A_CPU)
         both[name] = replace(nccl, factories=factories)
-    pair = LinkPair(options, p_transports=both["p"], d_transports=both["d"])
-    try:
+    with closing(LinkPair(options, p_transports=both["p"], d_transports=both["d"])) as pair:
         pair.until(pair.linked)
         (report,) = (pair.p if full == "p" else pair.d).link_reports
         assert report.transport == "gloo"
         assert "rehearsal: CUDA out of memory" in report.passed_over["nccl"]
         assert "link_defect" not in caplog.text
-    finally:
-        pair.close()

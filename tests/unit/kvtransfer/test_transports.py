@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +18,7 @@ from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
 from shared.kvtransfer.link import Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
-from shared.kvtransfer.states import Received, ReceiveFailed
+from shared.kvtransfer.states import ReceiveFailed
 from shared.kvtransfer.transports.choice import Transports, host_identity, links_nbytes, make_transports
 from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory
 from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
@@ -72,9 +73,7 @@ def test_a_pair_takes_the_best_that_both_offer(
     pair = new_pair(transports(real(p_backend)), transports(real(d_backend)))
     pair.until(pair.linked)
     assert transports_of(pair.p) == transports_of(pair.d) == [carried_by]
-    pair.transfer(0, [1, 2, 3], [4, 5, 6])
-    pair.until_received(0)
-    assert isinstance(pair.received[key(0)], Received)
+    pair.moves_pages()
 
 
 def test_nodes_of_two_hosts_use_gloo(new_pair: Callable[[Transports, Transports], LinkPair]) -> None:
@@ -122,9 +121,7 @@ def test_a_link_that_fails_its_rehearsal_gives_way_to_the_next_transport(
     assert report.passed_over["shm"] == "rehearsal: message 0 arrived corrupt"
     assert report.gb_s > 0 and report.latency_ms > 0
     assert num_slots_out(pair.p) == num_slots_out(pair.d) == 0
-    pair.transfer(0, [1, 2, 3], [4, 5, 6])
-    pair.until_received(0)
-    assert isinstance(pair.received[key(0)], Received)
+    pair.moves_pages()
 
 
 @pytest.mark.parametrize(
@@ -152,8 +149,7 @@ def test_absurd_answers_of_a_peer_fail_the_link_alone_which_gives_way_to_the_nex
         return message
 
     caplog.set_level(logging.INFO)
-    pair = LinkPair(real(backend), tamper=tamper)
-    try:
+    with closing(LinkPair(real(backend), tamper=tamper)) as pair:
         pair.until(pair.linked)
         assert pair.d.num_links_opened == 2
         assert reason in caplog.text and "link_defect" not in caplog.text
@@ -163,8 +159,6 @@ def test_absurd_answers_of_a_peer_fail_the_link_alone_which_gives_way_to_the_nex
         )
         assert reason in report.passed_over.get("shm", reason)
         assert num_slots_out(pair.p) == num_slots_out(pair.d) == 0
-    finally:
-        pair.close()
 
 
 def test_both_ends_tell_what_the_rehearsal_measured(
@@ -180,9 +174,7 @@ def test_both_ends_tell_what_the_rehearsal_measured(
 def test_chunks_fit_the_slots_of_both_ends(new_pair: Callable[[Transports, Transports], LinkPair]) -> None:
     small = transports(replace(real("gloo"), slot_nbytes=32 << 10))
     pair = new_pair(small, transports(real("gloo")))
-    pair.transfer(0, list(range(1, 30)), list(range(1, 30)))
-    pair.until_received(0)
-    assert isinstance(pair.received[key(0)], Received)
+    pair.moves_pages()
 
 
 def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transport(
@@ -192,11 +184,8 @@ def test_a_node_that_goes_while_a_link_is_built_is_no_reason_for_another_transpo
         return Ping(0) if isinstance(message, LinkOpen) else message
 
     caplog.set_level(logging.INFO)
-    pair = LinkPair(real("auto"), tamper=keep_waiting)
-    try:
+    with closing(LinkPair(real("auto"), tamper=keep_waiting)) as pair:
         pair.until_opened(1)
-    finally:
-        pair.close()
     assert "link_lost" in caplog.text and "transport_fallback" not in caplog.text
 
 
