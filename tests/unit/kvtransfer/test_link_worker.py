@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -93,25 +92,37 @@ def test_a_link_that_timed_out_is_aborted_before_its_slots_are_free(
     assert link.calls == [("abort", 1), ("close", 0)]
 
 
-@dataclass
-class Aborted(LoneFactory):
-    """The peer aborts each link while it is rehearsed. Its `report` of why comes a moment later."""
+NOTICED = {
+    "op": "an op noticed",
+    "canary": "the canary noticed",
+    "challenge": "the peer is gone: end of file",
+}
+"""What notices that the peer has ended a link which is being built, and what is said of it then."""
 
+
+@dataclass
+class Ending(LoneFactory):
+    """The peer ends each link in its challenge or rehearsal. Its `report` of why comes a moment later."""
+
+    how: str = field(kw_only=True)
     report: threading.Thread = field(kw_only=True)
 
     def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link:
+        self.report.start()
         self.on_dead = on_dead
-        return self.link
+        if self.how != "challenge":
+            return StuckLink()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.shutdown(socket.SHUT_WR)
+            return TcpLink(spec, ours, on_dead, DeviceThreads())
 
-    def noticed_by_an_op(self, link: Link, spec: LinkSpec, fail: Callable[[str], None]) -> LinkRate:
-        self.report.start()
-        fail("an op noticed")
-        raise LinkError("an op noticed")
-
-    def noticed_by_the_canary(self, link: Link, spec: LinkSpec, fail: Callable[[str], None]) -> LinkRate:
-        self.report.start()
+    def rehearse(self, link: Link, spec: LinkSpec, fail: Callable[[str], None]) -> LinkRate:
+        if self.how == "op":
+            fail(NOTICED["op"])
+            raise LinkError(NOTICED["op"])
         with ThreadPoolExecutor(1) as canary:
-            canary.submit(self.on_dead, "the canary noticed")
+            canary.submit(self.on_dead, NOTICED["canary"])
             try:
                 spec.store.take("an answer")
             except DistStoreError as error:
@@ -119,47 +130,18 @@ class Aborted(LoneFactory):
         raise AssertionError("the peer says nothing")
 
 
-@pytest.mark.parametrize("rehearse", [Aborted.noticed_by_an_op, Aborted.noticed_by_the_canary])
+@pytest.mark.parametrize("how", NOTICED)
 @pytest.mark.parametrize("reported", [True, False])
-def test_a_link_that_ends_in_its_rehearsal_dies_of_what_the_peer_reports_if_that_comes(
-    reported: bool, rehearse: Callable[..., LinkRate]
+def test_a_link_that_ends_while_it_is_built_dies_of_what_the_peer_reports_if_that_comes(
+    reported: bool, how: str
 ) -> None:
     def report() -> None:
         if reported and worker.death is None:
             worker.stop("message 0 arrived corrupt")
 
-    factory = Aborted(StuckLink(), report=threading.Timer(0.2, report))
-    worker = send_worker(factory, rehearse=partial(rehearse, factory))
+    factory = Ending(how=how, report=threading.Timer(0.2, report))
+    worker = send_worker(factory, rehearse=factory.rehearse)
     worker.peer_report_s = PATIENCE_S if reported else 0.0
     death = run_to_its_end(worker)
     factory.report.join()
-    assert death == "message 0 arrived corrupt" if reported else death.endswith("noticed")
-
-
-@dataclass
-class Closed(LoneFactory):
-    """The peer has closed its end in the challenge. Its `report` of why comes a moment later."""
-
-    report: threading.Thread = field(kw_only=True)
-
-    def build(self, spec: LinkSpec, on_dead: Callable[[str], None], *, block: bool) -> Link:
-        self.report.start()
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.shutdown(socket.SHUT_WR)
-            return TcpLink(spec, ours, on_dead, DeviceThreads())
-
-
-@pytest.mark.parametrize("reported", [True, False])
-def test_a_link_whose_peer_leaves_the_challenge_dies_of_what_the_peer_reports_if_that_comes(
-    reported: bool,
-) -> None:
-    def report() -> None:
-        if reported and worker.death is None:
-            worker.stop("the peer failed the challenge")
-
-    worker = send_worker(factory := Closed(report=threading.Timer(0.2, report)))
-    worker.peer_report_s = PATIENCE_S if reported else 0.0
-    death = run_to_its_end(worker)
-    factory.report.join()
-    assert death == ("the peer failed the challenge" if reported else "the peer is gone: end of file")
+    assert death == ("message 0 arrived corrupt" if reported else NOTICED[how])
