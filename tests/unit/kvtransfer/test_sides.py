@@ -795,6 +795,9 @@ def test_a_new_pair_is_not_unreachable_before_its_link_could_not_be_built(new_wo
     assert "p0" in world.d.side.unreachable
     world.run(FAST.build_timeout_s / 2)
     assert "p0" in world.d.side.unreachable, "also while the next one is being built"
+    world.network.connect("p0", "d0")
+    world.run(0.05)
+    assert "p0" in world.d.side.unreachable, "also when they have met anew"
 
 
 def test_a_lost_hello_is_said_again(world: World) -> None:
