@@ -3,7 +3,6 @@
     RequestIds          gives every answer its id
     RequestLog          logs the answers of all others (--log-requests)
     TraceRequests       sends the traces of sequences (--otlp-traces-endpoint)
-    SpareConnectionGate answers only probes on a connection beyond --max-connections
     HostCheck           refuses a request without a Host, or with two
     CORSMiddleware      answers preflights, which have no key, and adds its headers to refusals (--allowed-origins)
     ApiKeyCheck         refuses a request without a key, before its body is read
@@ -46,7 +45,6 @@ from router.dispatch.metrics import Metrics
 from router.http.admin_guard import admin_guard
 from router.http.api_keys import ApiKeyCheck, ApiKeys
 from router.http.config import HttpOptions
-from router.http.connections import SpareConnectionGate
 from router.http.head_as_get import HeadAsGet
 from router.http.host_header import HostCheck
 from router.http.json_bodies import JsonBodies
@@ -120,7 +118,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=[HEADER, "retry-after"],
         )
-    app = SpareConnectionGate(HostCheck(app))
+    app = HostCheck(app)
     if service.traces is not None:
         app = service.traces.around(app)
     if service.http.log_requests:

@@ -16,11 +16,13 @@ from starlette.types import ASGIApp
 
 from router.http.config import ConnectionOptions
 from router.http.connection import Connection, Connections
-from router.http.connections import on_connections
-from router.http.open_files import room_for
 from router.http.tls_listener import TlsListener
+from shared.log import warn
+from shared.open_files import raise_open_files_limit
 
 _DRAIN_S = 5
+_NOT_CLIENTS = 512
+"""Open files that are not clients: listeners, nodes (about five each), the model's files and libraries."""
 
 
 class HttpServer(uvicorn.Server):
@@ -75,7 +77,7 @@ def http_server(
     connections = Connections(options, log_requests=log_requests)
     protocol = functools.partial(Connection, connections=connections)
     config = uvicorn.Config(
-        on_connections(app),
+        app,
         http=cast("type[asyncio.Protocol]", protocol),
         log_config=None,
         log_level="error",  # uvicorn warns of each client that does not speak HTTP
@@ -87,3 +89,13 @@ def http_server(
         timeout_graceful_shutdown=_DRAIN_S,
     )
     return HttpServer(config, connections, tls)
+
+
+def room_for(max_connections: int) -> int:
+    """Raise the limit on open files; returns how many of `max_connections` it allows."""
+    open_files = raise_open_files_limit()
+    possible = max(1, open_files - _NOT_CLIENTS)
+    if possible >= max_connections:
+        return max_connections
+    warn("max_connections_limited", asked=max_connections, possible=possible, open_files_limit=open_files)
+    return possible

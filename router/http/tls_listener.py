@@ -92,3 +92,5 @@ class TlsListener:
         self._connections.shaking.discard(connection)
         if handshake.cancelled():
             client.close()
+        if connection not in self._connections.open:
+            del connection.parser  # it refers to the connection, so nothing would free the two

@@ -22,7 +22,7 @@ from pathlib import Path
 import httptools
 import pytest
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
@@ -42,7 +42,7 @@ PATIENT = ConnectionOptions(
 SMALL_BYTES = 4096
 CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n"
 GENERATE: dict[str, object] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-KINDS = (Connection, HttpToolsProtocol, RequestResponseCycle, httptools.HttpRequestParser, JsonRequest)
+KINDS = (Connection, RequestResponseCycle, httptools.HttpRequestParser, JsonRequest)
 
 Stage = Callable[[RawClient], Awaitable[None]]
 """Brings an exchange to the point where its client leaves."""
@@ -64,16 +64,6 @@ async def streams(client: RawClient) -> None:
 async def reads_half(client: RawClient) -> None:
     client.send("GET /openapi.json HTTP/1.1\nHost: a\n\n" * 12)
     await client.read_until(b"\r\n\r\n")
-
-
-def half_closes(stage: Stage) -> Stage:
-    async def half_closed(client: RawClient) -> None:
-        await stage(client)
-        if client.writer.can_write_eof():  # not over TLS
-            client.writer.write_eof()
-        await asyncio.sleep(0.02)
-
-    return half_closed
 
 
 async def is_answered(client: RawClient) -> None:
@@ -110,8 +100,6 @@ STAGES: dict[str, Stage] = {
     "after a body that was answered early": is_answered_early,
     "while the answer is computed": sends(post("/generate", GENERATE)),
     "while a stream is on": streams,
-    "half closed, while the answer is computed": half_closes(sends(post("/generate", GENERATE))),
-    "half closed, while a stream is on": half_closes(streams),
     BEHIND: sends(
         post("/generate", {**GENERATE, "stream": True}) + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 3
     ),

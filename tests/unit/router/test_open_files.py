@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import json, resource, sys
-from router.http.open_files import room_for
+from router.http.http_server import room_for
 resource.setrlimit(resource.RLIMIT_NOFILE, (600, 2000))
 rooms = [(room_for(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)) for wanted in (1000, 8192)]
 print(json.dumps(rooms))
