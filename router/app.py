@@ -3,7 +3,6 @@
     RequestIds          gives every answer its id
     RequestLog          logs the answers of all others (--log-requests)
     TraceRequests       sends the traces of sequences (--otlp-traces-endpoint)
-    HostCheck           refuses a request without a Host, or with two
     CORSMiddleware      answers preflights, which have no key, and adds its headers to refusals (--allowed-origins)
     ApiKeyCheck         refuses a request without a key, before its body is read
     QueueGate           refuses a request while the queue is full, before its body is read
@@ -42,16 +41,12 @@ from router.api.responses_api import responses_routes
 from router.api.service_api import control_routes, health_routes, info_routes
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
-from router.http.admin_guard import admin_guard
-from router.http.api_keys import ApiKeyCheck, ApiKeys
+from router.http.api_keys import ApiKeyCheck, ApiKeys, admin_guard
+from router.http.body import wrong_input
 from router.http.config import HttpOptions
-from router.http.head_as_get import HeadAsGet
-from router.http.host_header import HostCheck
-from router.http.json_bodies import JsonBodies
+from router.http.middleware import HEADER, HeadAsGet, JsonBodies, RequestIds
 from router.http.page_api import page_routes
-from router.http.request_ids import HEADER, RequestIds
 from router.http.responses import error_response, note_error
-from router.http.wrong_input import wrong_input
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
@@ -118,7 +113,6 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=[HEADER, "retry-after"],
         )
-    app = HostCheck(app)
     if service.traces is not None:
         app = service.traces.around(app)
     if service.http.log_requests:

@@ -10,10 +10,8 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 from pydantic import Field
 
-from router.http.admin_guard import AdminGuard
-from router.http.api_keys import ApiKeys
-from router.http.body import Body
-from router.http.json_bodies import JsonRoute
+from router.http.api_keys import AdminGuard, ApiKeys
+from router.http.body import Body, JsonRoute
 from router.http.topology import address_of
 from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved, RoleChanged
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges

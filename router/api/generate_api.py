@@ -13,7 +13,7 @@ from router.api.generate_requests import GenerateRequest, read_generate
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
 from router.api.request_log import note_group
-from router.http.json_bodies import JsonRoute
+from router.http.body import JsonRoute
 from router.http.limits import HttpLimits
 from router.http.responses import event_stream, json_response, stream_response, while_connected
 from router.request.generation import Generation, GenerationGroup, Generator

@@ -11,7 +11,7 @@ import msgspec
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.dispatch.live_rids import Claim
 from router.http.limits import HttpLimits
-from router.http.request_ids import requested_rid
+from router.http.middleware import requested_rid
 from router.request.fields import (
     check_num_logprobs,
     check_token_ids,
@@ -54,9 +54,9 @@ async def read_generate(
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
     field = "text" if texts else "input_ids"
-    limits.check_batch_size(field, num_prompts)
+    limits.check("max_batch_size", field, num_prompts)
     asked = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
-    limits.check_batch_size("sampling_params", sum(options.n for _, options in asked))
+    limits.check("max_batch_size", "sampling_params", sum(options.n for _, options in asked))
     given_rid = requested_rid(body.rid, headers)
     rids = read_rids(given_rid, num_prompts, batched=batched)
     extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
@@ -172,9 +172,9 @@ def _check_logprobs(
     """Refuse numbers above the limits and ids that the model does not have. The error names the list's item."""
     if isinstance(top_nums, list):
         for at, top_num in enumerate(top_nums):
-            limits.check_top_logprobs(f"top_logprobs_num[{at}]", top_num or 0)
+            limits.check("max_logprobs", f"top_logprobs_num[{at}]", top_num or 0)
     else:
-        limits.check_top_logprobs("top_logprobs_num", top_nums)
+        limits.check("max_logprobs", "top_logprobs_num", top_nums)
     if not token_ids or isinstance(token_ids[0], int):
         check_token_ids("token_ids_logprob", cast("list[int]", token_ids or []), vocab_size)
     else:

@@ -17,8 +17,7 @@ from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionN
 from router.api.openai_bodies import NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, count_prompt_tokens, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, Change, Event, ReplyBlocks, respond_in_blocks
-from router.http.body import Body, FailFast, OneOf, Refused
-from router.http.json_bodies import JsonRoute
+from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused
 from router.http.limits import HttpLimits
 from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
 from router.request.finish_reason import StopReason, kind_of

@@ -17,7 +17,7 @@ from router.api.openai_shapes import ChatShape, CompletionShape, MaybeUsage, Rep
 from router.api.request_log import note_group
 from router.dispatch.live_rids import Claim
 from router.http.answer import Answer
-from router.http.json_bodies import JsonRoute
+from router.http.body import JsonRoute
 from router.http.limits import HttpLimits
 from router.http.responses import event_stream, json_response, stream_response, while_connected
 from router.request.generation import Generation, GenerationGroup, Generator

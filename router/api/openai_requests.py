@@ -14,10 +14,10 @@ from router.api.chat_bodies import AllowedTools, ChatBody, ChatInputMessage, Ear
 from router.api.openai_bodies import CompletionBody, OpenAIBody, ResponseFormat, StreamOptions
 from router.api.tool_calls import EnforcedCalls, ForcedCall, Reasoning, of_objects
 from router.dispatch.live_rids import Claim
+from router.http.body import wrong_input
 from router.http.limits import HttpLimits
-from router.http.request_ids import requested_rid
+from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
-from router.http.wrong_input import wrong_input
 from router.request.fields import check_num_logprobs, encode_prompts, id_rows, read_rids, read_routing_key
 from router.request.prompt import Prompt
 from router.request.queue_limit import QueuePlaces
@@ -68,8 +68,8 @@ async def read_completion(
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
     best_of = _best_of(body, limits)
-    limits.check_batch_size("prompt", num_prompts)
-    limits.check_batch_size("n" if body.best_of is None else "best_of", num_prompts * best_of)
+    limits.check("max_batch_size", "prompt", num_prompts)
+    limits.check("max_batch_size", "n" if body.best_of is None else "best_of", num_prompts * best_of)
     given = (body.max_tokens, body.max_completion_tokens)
     own = openai_fields(body, next((number for number in given if number is not None), _DEFAULT_MAX_TOKENS))
     asked = read_samplings(body, own, num_prompts, model.vocab_size, limits)
@@ -133,7 +133,7 @@ async def read_chat(
     max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
     own = openai_fields(body, max_new_tokens, calls)
     params, options = read_sampling(body, own, model.vocab_size, limits)
-    limits.check_batch_size("n", options.n)
+    limits.check("max_batch_size", "n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, headers), prefix, 1, batched=False)
     routing_key = read_routing_key(body.routing_key, headers)
     places.hold(options.n)
@@ -234,7 +234,7 @@ def _format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | 
 
 def _chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobParams | None:
     """The logprobs that a chat's `logprobs` and `top_logprobs` ask for. Raises RequestError."""
-    limits.check_top_logprobs("top_logprobs", top_num)
+    limits.check("max_logprobs", "top_logprobs", top_num)
     if top_num and not wanted:
         raise wrong("top_logprobs", "left out, or logprobs be true", top_num)
     return LogprobParams(top_num=top_num) if wanted else None
@@ -244,7 +244,7 @@ def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool)
     """The logprobs that a completion's `logprobs` asks for. With `echo` the prompt's tokens have logprobs too."""
     if top_num is None:
         return None
-    limits.check_top_logprobs("logprobs", top_num)
+    limits.check("max_logprobs", "logprobs", top_num)
     return LogprobParams(start_len=0 if echo else OUTPUTS_ONLY, top_num=top_num)
 
 
@@ -383,7 +383,7 @@ def _best_of(body: CompletionBody, limits: HttpLimits) -> int:
     """How many sequences of each prompt are generated."""
     if body.best_of is None:
         return body.n
-    limits.check_n("best_of", body.best_of)
+    limits.check("max_n", "best_of", body.best_of)
     if body.best_of < body.n:
         raise wrong("best_of", f"at least n, {body.n}", body.best_of)
     if body.stream and body.best_of > body.n:

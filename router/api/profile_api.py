@@ -7,9 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from router.http.admin_guard import AdminGuard
-from router.http.body import Body, Refused
-from router.http.json_bodies import JsonRoute
+from router.http.api_keys import AdminGuard
+from router.http.body import Body, JsonRoute, Refused
 from router.nodes.fleet_answers import Traces
 from router.nodes.membership import Membership
 from shared.errors import RequestError

@@ -15,9 +15,8 @@ from pydantic import Field
 
 from router.api.generate_api import WEIGHT_VERSION
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
-from router.http.admin_guard import AdminGuard
-from router.http.body import Body, OneOf
-from router.http.json_bodies import JsonRoute
+from router.http.api_keys import AdminGuard
+from router.http.body import Body, JsonRoute, OneOf
 from router.http.limits import HttpLimits
 from router.http.responses import json_response, while_connected
 from router.nodes.fleet_answers import (
@@ -173,7 +172,7 @@ def info_routes(
         served, prompt = model.get(), body.prompt
         many = isinstance(prompt, list)
         texts = prompt if isinstance(prompt, list) else [prompt]
-        limits.check_batch_size("prompt", len(texts))
+        limits.check("max_batch_size", "prompt", len(texts))
         special = body.add_special_tokens
         encoding = encode_prompts(texts, served, limits, "prompt", batched=many, add_special_tokens=special)
         ids = await while_connected(request.receive, encoding)

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from router.http.config import ConnectionOptions
-from router.http.request_ids import HEADER, request_id_of
+from router.http.middleware import HEADER, request_id_of
 from router.http.responses import error_body
 from shared.errors import RequestError
 from shared.log import event
@@ -191,6 +191,10 @@ class Connection(HttpToolsProtocol):
             self._stop(_headers_too_large())
         if self.parser.should_upgrade():
             self._stop(RequestError("there is no CONNECT, and no Upgrade behind other data of its segment"))
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            # RFC 9112, 3.2: a proxy and this server could read it differently
+            self._stop(RequestError(f"the request has {num_hosts} Host headers; one is needed"))
         most = self._options.max_connections
         if self._is_spare and len(self._all) > most and self.url.partition(b"?")[0] not in PROBES:
             self._stop(RequestError(f"there are already {most} connections, as many as may be", status=503))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.http.wording import wrong
 from shared.errors import RequestError, maximum_context
 from shared.flags import flag, whole
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS
@@ -14,6 +13,13 @@ from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS
 MAX_BATCH_SIZE = 65_536
 MAX_CHOICES = 1024
 MAX_STOPS = 1024
+_COUNTED = {
+    "max_batch_size": "sequences in one request",
+    "max_n": "answers to one prompt",
+    "max_stops": "stops",
+    "max_logprobs": "of the likeliest tokens",
+    "max_grammar_chars": "characters",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +45,12 @@ class HttpLimits:
         "CHARS",
     )
 
-    def check_batch_size(self, field: str, num_sequences: int) -> None:
-        """Refuse a request whose `field` asks for too many sequences, which are prompts times their n."""
-        if num_sequences > self.max_batch_size:
-            raise RequestError(
-                f"{num_sequences} sequences in one request; at most {self.max_batch_size} are taken "
-                "(--max-batch-size)",
-                param=field,
-            )
+    def check(self, limit: str, field: str, number: int) -> None:
+        """Refuse a `field` of a request with a number above this limit."""
+        most = getattr(self, limit)
+        if number > most:
+            flag = f"--{limit.replace('_', '-')}"
+            raise RequestError(f"{field}: {number} {_COUNTED[limit]}; at most {most} ({flag})", param=field)
 
     def check_prompt(self, input_ids: Sequence[int], where: str, field: str) -> None:
         """Refuse a prompt without tokens, or with too many. `where` names the prompt, and `field` its field."""
@@ -63,27 +67,3 @@ class HttpLimits:
     def most_prompt_tokens(self, context_length: int) -> int:
         """The most tokens of a prompt, for a model of this context length."""
         return min(context_length, self.max_prompt_tokens or context_length)
-
-    def check_n(self, field: str, n: int) -> None:
-        """Refuse too many answers to one prompt."""
-        if n > self.max_n:
-            raise wrong(field, f"at most {self.max_n} (--max-n)", n)
-
-    def check_stops(self, field: str, stops: Sequence[str]) -> None:
-        """Refuse too many stop strings or patterns."""
-        if len(stops) > self.max_stops:
-            raise wrong(field, f"a list of at most {self.max_stops} (--max-stops)", stops)
-
-    def check_top_logprobs(self, field: str, top_num: int) -> None:
-        """Refuse too many of the likeliest tokens."""
-        if top_num > self.max_logprobs:
-            raise wrong(field, f"at most {self.max_logprobs} (--max-logprobs)", top_num)
-
-    def check_grammar(self, field: str, text: str) -> None:
-        """Refuse a grammar that would take too long to compile."""
-        if len(text) > self.max_grammar_chars:
-            raise RequestError(
-                f"{field} must be at most {self.max_grammar_chars} characters long (--max-grammar-chars), "
-                f"not {len(text)}",
-                param=field,
-            )

@@ -118,7 +118,7 @@ def id_rows(
     """The rows of token ids in `value`, whose type is IdPrompts, and whether it is a list of rows."""
     batched = isinstance(value[0], list)
     rows = cast("list[list[int]]", value if batched else [value])
-    limits.check_batch_size(name, len(rows))
+    limits.check("max_batch_size", name, len(rows))
     for at, row in enumerate(rows):
         check_token_ids(f"{name}[{at}]" if batched else name, row, vocab_size)
     return rows, batched

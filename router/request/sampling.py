@@ -190,10 +190,10 @@ def read_sampling(
         raise wrong(at + own.min_new_tokens_name, bound, own.min_new_tokens)
     stop_token_ids = body.stop_token_ids or []
     check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
-    limits.check_n(f"{at}n", body.n)
+    limits.check("max_n", f"{at}n", body.n)
     stop, stop_regex = _as_tuple(body.stop), _as_tuple(body.stop_regex)
-    limits.check_stops(f"{at}stop", stop)
-    limits.check_stops(f"{at}stop_regex", stop_regex)
+    limits.check("max_stops", f"{at}stop", len(stop))
+    limits.check("max_stops", f"{at}stop_regex", len(stop_regex))
     asked = _only_grammar(
         (
             schema_grammar(f"{at}json_schema", body.json_schema),
@@ -253,7 +253,7 @@ def _only_grammar(asked: Iterable[AskedGrammar | None], limits: HttpLimits) -> A
         raise RequestError(f"{found[0].field} and {found[1].field} exclude each other", param=found[1].field)
     if not found:
         return None
-    limits.check_grammar(found[0].field, found[0].grammar.text)
+    limits.check("max_grammar_chars", found[0].field, len(found[0].grammar.text))
     return found[0]
 
 

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from router.http.body import Body
-from router.http.wrong_input import wrong_input
+from router.http.body import Body, wrong_input
 
 B = TypeVar("B", bound=Body)
 

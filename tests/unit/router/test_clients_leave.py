@@ -24,9 +24,9 @@ import pytest
 import uvloop
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from router.http.body import JsonRequest
 from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
-from router.http.json_bodies import JsonRequest
 from router.http.tls import TlsOptions
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.patience import PATIENCE_S, eventually
