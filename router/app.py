@@ -27,6 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from router.api.answering import Desk
 from router.api.fleet_api import fleet_admin_routes, fleet_guards
 from router.api.generate_api import generate_routes
 from router.api.live_api import live_routes
@@ -136,10 +137,11 @@ def create_api(service: Service) -> FastAPI:
     generator, membership = service.generator, service.membership
     admin_only = admin_guard(service.keys, service.http.host, service.http.allowed_origins)
     guards = fleet_guards(service.keys, service.http.host, admin_only)
-    app.include_router(generate_routes(generator, model, limits))
-    app.include_router(openai_routes(generator, model, limits, status.context_length))
-    app.include_router(responses_routes(generator, model, limits, service.http.max_stored_responses))
-    app.include_router(messages_routes(generator, model, limits))
+    desk = Desk(generator, model, limits)
+    app.include_router(generate_routes(desk))
+    app.include_router(openai_routes(desk, status.context_length))
+    app.include_router(responses_routes(desk, service.http.max_stored_responses))
+    app.include_router(messages_routes(desk))
     app.include_router(health_routes(status, generator, model, membership))
     app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
     app.include_router(fleet_admin_routes(membership, service.changes, guards))

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from router.api.generate_bodies import GenerateBody
-from router.api.generate_requests import GenerateRequest, read_generate
+from router.api.answering import Desk
+from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
-from router.api.request_log import note_group
 from router.http.body import JsonRoute
 from router.http.limits import HttpLimits
-from router.http.responses import event_stream, json_response, stream_response, while_connected
-from router.request.generation import Generation, GenerationGroup, Generator
+from router.http.middleware import requested_rid
+from router.http.responses import DATA_ONLY, event_stream
+from router.request.fields import (
+    Intake,
+    check_num_logprobs,
+    check_token_ids,
+    id_rows,
+    per_prompt,
+    read_rids,
+    read_routing_key,
+)
+from router.request.generation import Generation, GenerationGroup
+from router.request.prompt import AnswerOptions, Prompt
 from router.request.queue_limit import PlacesOfRequest
-from router.text.served_model import ModelSlot
+from router.request.sampling import DialectFields, read_sampling, read_samplings
 from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError
+from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
+from shared.protocol.messages import Work
+from shared.protocol.sampling_params import SamplingParams
 
 WEIGHT_VERSION = "default"
 
 _ANSWER = GenerateAnswer | list[GenerateAnswer]
 
 
-def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) -> APIRouter:
+def generate_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
     router = APIRouter(tags=["SGLang"], route_class=JsonRoute)
 
@@ -34,17 +50,201 @@ def generate_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) 
     @router.post("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
     async def generate(request: Request, body: GenerateBody, places: PlacesOfRequest) -> Response:
         """Complete one prompt or several."""
-        with generator.claim() as claim:
-            reading = read_generate(body, model.get(), limits, request.headers, places, claim)
-            asked = await while_connected(request.receive, reading)
-            group = generator.open(asked.prompts, model.get().tokenizer, claim, places)
-            note_group(request, group)
-            if asked.stream:
-                return await stream_response(request, _events(group, asked, model.get().tokenizer))
-            answer = _answer(group, asked, model.get().tokenizer)
-            return json_response(await while_connected(request.receive, answer))
+        return await desk.respond(
+            request,
+            places,
+            lambda intake: read_generate(body, intake),
+            lambda asked, model: _Native(asked, model.tokenizer),
+        )
 
     return router
+
+
+# ------------------------------------------------------------------------------------------ what is asked
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """A checked body of /generate."""
+
+    prompts: list[Prompt]
+    as_list: bool
+    streams: bool
+    with_timeline: bool
+    with_logprob_text: bool
+
+
+async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
+    """Check what the types cannot, take places in the queue, and tokenize. Raises RequestError."""
+    model, limits = intake.model, intake.limits
+    texts, ids, batched = _prompts(body, model.vocab_size, limits)
+    num_prompts = len(texts or ids)
+    field = "text" if texts else "input_ids"
+    limits.check("max_batch_size", field, num_prompts)
+    asked = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
+    limits.check("max_batch_size", "sampling_params", sum(options.n for _, options in asked))
+    given_rid = requested_rid(body.rid, intake.headers)
+    rids = read_rids(given_rid, num_prompts, batched=batched)
+    extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
+    routing_key = read_routing_key(body.routing_key, intake.headers)
+    logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
+    whole = given_rid if isinstance(given_rid, str) else None
+    intake.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
+    special = body.add_special_tokens
+    ids = await intake.input_ids(texts, ids, field, batched=batched, add_special_tokens=special)
+    for at, input_ids in enumerate(ids):
+        _check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
+    prompts = [
+        Prompt(
+            rid=rid,
+            asked_in=field,
+            work=Work(
+                tuple(input_ids),
+                msgspec.structs.replace(params, logprobs=wanted),
+                extra_key=extra_key,
+                priority=body.priority,
+                routing_key=routing_key,
+            ),
+            options=options,
+        )
+        for rid, input_ids, (params, options), wanted, extra_key in zip(
+            rids, ids, asked, logprobs, extra_keys, strict=True
+        )
+    ]
+    check_num_logprobs(prompts, _input_logprobs_named, "logprob_start_len")
+    return GenerateRequest(
+        prompts=prompts,
+        as_list=batched or asked[0][1].n > 1,
+        streams=body.stream,
+        with_timeline=body.return_timeline,
+        with_logprob_text=body.return_text_in_logprobs,
+    )
+
+
+def _prompts(
+    body: GenerateBody, vocab_size: int, limits: HttpLimits
+) -> tuple[list[str], list[list[int]], bool]:
+    """The texts or the ids of the prompts, and whether the body has a list of prompts."""
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("give exactly one of text and input_ids", param="text")
+    if body.input_ids is not None:
+        rows, batched = id_rows("input_ids", body.input_ids, vocab_size, limits)
+        return [], rows, batched
+    assert body.text is not None
+    return ([body.text], [], False) if isinstance(body.text, str) else (body.text, [], True)
+
+
+def _samplings(
+    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
+) -> list[tuple[SamplingParams, AnswerOptions]]:
+    asked = body.sampling_params
+    if not isinstance(asked, list):
+        body_of_all = asked or NativeSampling()
+        own = _native_fields(body_of_all)
+        return read_samplings(body_of_all, own, num_prompts, vocab_size, limits, "sampling_params")
+    bodies = per_prompt("sampling_params", asked, NativeSampling(), num_prompts, batched=batched)
+    return [
+        read_sampling(params, _native_fields(params), vocab_size, limits, f"sampling_params[{at}]")
+        for at, params in enumerate(bodies)
+    ]
+
+
+def _native_fields(body: NativeSampling) -> DialectFields:
+    return DialectFields(
+        max_new_tokens=body.max_new_tokens,
+        min_new_tokens=body.min_new_tokens,
+        min_new_tokens_name="min_new_tokens",
+        seed=body.sampling_seed,
+        no_stop_trim=body.no_stop_trim,
+    )
+
+
+def _logprobs(
+    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
+) -> list[LogprobParams | None]:
+    """The logprobs that are asked for each prompt; None where none are."""
+    wanted = per_prompt("return_logprob", body.return_logprob, False, num_prompts, batched=batched)
+    starts = per_prompt(
+        "logprob_start_len", body.logprob_start_len, OUTPUTS_ONLY, num_prompts, batched=batched
+    )
+    top_nums = per_prompt("top_logprobs_num", body.top_logprobs_num, 0, num_prompts, batched=batched)
+    token_ids = _ids_of_prompts(body.token_ids_logprob, num_prompts, batched=batched)
+    _check_logprobs(body.top_logprobs_num, body.token_ids_logprob, vocab_size, limits)
+    return [
+        LogprobParams(start_len=start_len, top_num=top_num, token_ids=tuple(ids)) if asked else None
+        for asked, start_len, top_num, ids in zip(wanted, starts, top_nums, token_ids, strict=True)
+    ]
+
+
+def _ids_of_prompts(
+    value: list[int] | list[list[int] | None] | None, num_prompts: int, *, batched: bool
+) -> Sequence[list[int]]:
+    """`token_ids_logprob` for each prompt. A list of ids counts for all prompts, a list of lists has one for each."""
+    if not value or isinstance(value[0], int):
+        return [cast("list[int]", value or [])] * num_prompts
+    return per_prompt("token_ids_logprob", value, [], num_prompts, batched=batched)
+
+
+def _check_logprobs(
+    top_nums: int | list[int | None],
+    token_ids: list[int] | list[list[int] | None] | None,
+    vocab_size: int,
+    limits: HttpLimits,
+) -> None:
+    """Refuse numbers above the limits and ids that the model does not have. The error names the list's item."""
+    if isinstance(top_nums, list):
+        for at, top_num in enumerate(top_nums):
+            limits.check("max_logprobs", f"top_logprobs_num[{at}]", top_num or 0)
+    else:
+        limits.check("max_logprobs", "top_logprobs_num", top_nums)
+    if not token_ids or isinstance(token_ids[0], int):
+        check_token_ids("token_ids_logprob", cast("list[int]", token_ids or []), vocab_size)
+    else:
+        for at, row in enumerate(token_ids):
+            check_token_ids(f"token_ids_logprob[{at}]", row or [], vocab_size)
+
+
+def _check_start_len(wanted: LogprobParams | None, num_input_ids: int, where: str) -> None:
+    """Refuse a `logprob_start_len` behind the prompt; `where` names the prompt in a batch."""
+    if wanted is not None and wanted.start_len >= num_input_ids:
+        raise RequestError(
+            f"{where}logprob_start_len must be at most {num_input_ids - 1}, the last of {num_input_ids} prompt "
+            f"tokens, not {wanted.start_len}",
+            param="logprob_start_len",
+        )
+
+
+def _input_logprobs_named(wanted: LogprobParams) -> str:
+    return (
+        f"logprob_start_len {wanted.start_len} with top_logprobs_num {wanted.top_num} and {len(wanted.token_ids)} "
+        "token_ids_logprob"
+    )
+
+
+# ---------------------------------------------------------------------------------------- what is answered
+class _Native:
+    """The answer to one request, in the words of /generate."""
+
+    form = DATA_ONLY
+
+    def __init__(self, asked: GenerateRequest, tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._tokenizer = tokenizer
+
+    async def answer(self, group: GenerationGroup) -> object:
+        """One answer, or a list of them."""
+        async with group:
+            outputs = [self._output(generation) for generation in await group.finished()]
+            answers = [await output.so_far() for output in outputs]
+        return answers if self._asked.as_list else answers[0]
+
+    async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
+        """Each with all that a sequence has so far."""
+        async with group:
+            outputs = [self._output(generation) for generation in group.generations]
+            async for generation, _ in group.steps():
+                yield await outputs[generation.index].so_far(with_index=self._asked.as_list)
+
+    def _output(self, generation: Generation) -> _Output:
+        return _Output(generation, self._asked, self._tokenizer)
 
 
 def meta_info(generation: Generation, *, with_timeline: bool, logprobs: Mapping[str, Any]) -> MetaInfo:
@@ -73,22 +273,6 @@ def timeline_fields(generation: Generation) -> dict[str, Any]:
         "kv_pages_transferred": generation.req.kv_pages_transferred,
         "kv_bytes_transferred": generation.req.kv_bytes_transferred,
     }
-
-
-async def _answer(group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer) -> object:
-    async with group:
-        generations = await group.finished()
-        answers = [await _Output(generation, asked, tokenizer).so_far() for generation in generations]
-    return answers if asked.as_list else answers[0]
-
-
-async def _events(
-    group: GenerationGroup, asked: GenerateRequest, tokenizer: Tokenizer
-) -> AsyncGenerator[object, None]:
-    async with group:
-        outputs = [_Output(generation, asked, tokenizer) for generation in group.generations]
-        async for generation, _ in group.steps():
-            yield await outputs[generation.index].so_far(with_index=asked.as_list)
 
 
 class _Output:

@@ -13,18 +13,17 @@ import pydantic_core
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from router.api.answering import Desk
 from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
 from router.api.openai_bodies import NoEffect
-from router.api.openai_requests import OpenAIRequest, chat_body, count_prompt_tokens, read_chat
-from router.api.reply_blocks import NAMED_EVENTS, Block, Change, Event, ReplyBlocks, respond_in_blocks
+from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
+from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused
-from router.http.limits import HttpLimits
 from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
 from router.request.finish_reason import StopReason, kind_of
-from router.request.generation import Generation, Generator
+from router.request.generation import Generation
 from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import NewTokens, StopString
-from router.text.served_model import ModelSlot
 
 
 class TextBlock(Body):
@@ -185,7 +184,7 @@ class MessagesBody(CountBody):
         return {**super().chat(), **sampling, "stop": self.stop_sequences}
 
 
-def messages_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) -> APIRouter:
+def messages_routes(desk: Desk) -> APIRouter:
     """The routes. The one that generates is behind a QueueGate."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {
@@ -199,33 +198,24 @@ def messages_routes(generator: Generator, model: ModelSlot, limits: HttpLimits) 
     @router.post("", response_model=None, responses=NAMED_EVENTS)
     async def messages(request: Request, body: MessagesBody, places: PlacesOfRequest) -> Response:
         """Answer a conversation, as Anthropic's API does."""
-        with generator.claim() as claim:
-            reading = read_chat(
-                chat_body(body.chat()), model.get(), limits, request.headers, places, claim, prefix="msg_"
-            )
-            asked = await while_connected(request.receive, reading)
-            shape = MessagesShape(asked, model.get().name)
-            return await respond_in_blocks(
-                request, generator, asked, shape, model.get().tokenizer, places, claim
-            )
+        asked = chat_body(body.chat())
+        return await desk.respond(
+            request, places, lambda intake: read_chat(asked, intake, prefix="msg_"), MessagesShape
+        )
 
     @router.post("/count_tokens")
     async def count_tokens(request: Request, body: CountBody) -> dict[str, int]:
         """Count the tokens of a conversation's prompt."""
-        counting = count_prompt_tokens(chat_body(body.chat()), model.get(), limits)
+        counting = count_prompt_tokens(chat_body(body.chat()), desk.slot.get(), desk.limits)
         return {"input_tokens": await while_connected(request.receive, counting)}
 
     return router
 
 
-class MessagesShape:
+class MessagesShape(BlockShape):
     """An answer in Anthropic's words."""
 
     form = StreamForm(names_events=True, error=anthropic_error)
-
-    def __init__(self, asked: OpenAIRequest, model: str) -> None:
-        self._asked = asked
-        self._model = model
 
     def begin(self, generation: Generation) -> Iterator[Event]:
         """The message without its content."""

@@ -13,14 +13,19 @@ import pydantic
 from router.api.chat_bodies import AllowedTools, ChatBody, ChatInputMessage, EarlierCall, NamedTool
 from router.api.openai_bodies import CompletionBody, OpenAIBody, ResponseFormat, StreamOptions
 from router.api.tool_calls import EnforcedCalls, ForcedCall, Reasoning, of_objects
-from router.dispatch.live_rids import Claim
 from router.http.body import wrong_input
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
-from router.request.fields import check_num_logprobs, encode_prompts, id_rows, read_rids, read_routing_key
+from router.request.fields import (
+    Intake,
+    check_num_logprobs,
+    encode_prompts,
+    id_rows,
+    read_rids,
+    read_routing_key,
+)
 from router.request.prompt import Prompt
-from router.request.queue_limit import QueuePlaces
 from router.request.sampling import AskedGrammar, DialectFields, read_sampling, read_samplings, schema_grammar
 from router.text.chat_template import Chat
 from router.text.reply_parser import THINK, ReplyRegions
@@ -54,16 +59,15 @@ class OpenAIRequest:
     reads: ReplyRegions | ForcedCall | None = None
     hides_reasoning: bool = False
 
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self.stream is not None
 
-async def read_completion(
-    body: CompletionBody,
-    model: ServedModel,
-    limits: HttpLimits,
-    headers: Mapping[str, str],
-    places: QueuePlaces,
-    claim: Claim,
-) -> OpenAIRequest:
+
+async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest:
     """Check what the types of /v1/completions cannot, take places and tokenize. Raises RequestError."""
+    model, limits = intake.model, intake.limits
     _check_model(body.model, model)
     texts, ids, batched = _prompts(body, model.vocab_size, limits)
     num_prompts = len(texts or ids)
@@ -73,20 +77,14 @@ async def read_completion(
     given = (body.max_tokens, body.max_completion_tokens)
     own = openai_fields(body, next((number for number in given if number is not None), _DEFAULT_MAX_TOKENS))
     asked = read_samplings(body, own, num_prompts, model.vocab_size, limits)
-    reply_id, rids = _ids(requested_rid(body.rid, headers), "cmpl-", num_prompts, batched=batched)
-    routing_key = read_routing_key(body.routing_key, headers)
+    reply_id, rids = _ids(requested_rid(body.rid, intake.headers), "cmpl-", num_prompts, batched=batched)
+    routing_key = read_routing_key(body.routing_key, intake.headers)
     asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
     # `best` ranks sequences by their logprobs, also where the client asks for none.
     logprobs = asked_logprobs or (LogprobParams() if best_of > body.n else None)
-    places.hold(num_prompts * best_of)
-    claim.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
-    if texts:
-        special = body.add_special_tokens
-        ids = await encode_prompts(
-            texts, model, limits, "prompt", batched=batched, add_special_tokens=special
-        )
-    for at, input_ids in enumerate(ids):
-        limits.check_prompt(input_ids, f"prompt {at}" if batched else "the prompt", "prompt")
+    intake.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
+    special = body.add_special_tokens
+    ids = await intake.input_ids(texts, ids, "prompt", batched=batched, add_special_tokens=special)
     prompts = [
         Prompt(
             rid=rid,
@@ -112,20 +110,12 @@ async def read_completion(
     )
 
 
-async def read_chat(
-    body: ChatBody,
-    model: ServedModel,
-    limits: HttpLimits,
-    headers: Mapping[str, str],
-    places: QueuePlaces,
-    claim: Claim,
-    *,
-    prefix: str = "chatcmpl-",
-) -> OpenAIRequest:
+async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-") -> OpenAIRequest:
     """Check what the types of /v1/chat/completions cannot, take places and tokenize. Raises RequestError.
 
     The id of the reply begins with the `prefix`.
     """
+    model, limits = intake.model, intake.limits
     _check_model(body.model, model)
     wanted = _chat_logprobs(body.logprobs, body.top_logprobs, limits)
     calls = _wanted_calls(body, model)
@@ -134,10 +124,9 @@ async def read_chat(
     own = openai_fields(body, max_new_tokens, calls)
     params, options = read_sampling(body, own, model.vocab_size, limits)
     limits.check("max_batch_size", "n", options.n)
-    reply_id, rids = _ids(requested_rid(body.rid, headers), prefix, 1, batched=False)
-    routing_key = read_routing_key(body.routing_key, headers)
-    places.hold(options.n)
-    claim.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
+    reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, 1, batched=False)
+    routing_key = read_routing_key(body.routing_key, intake.headers)
+    intake.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text, ids = await _render(body, model, limits)
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     reasoning = _reasoning(model, text)

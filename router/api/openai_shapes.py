@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import time
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
@@ -32,71 +33,98 @@ from router.api.openai_answers import (
     ToolCallDelta,
     Usage,
 )
+from router.api.openai_requests import OpenAIRequest
 from router.api.tool_calls import ForcedCall
 from router.http.answer import Answer
+from router.http.responses import DATA_ONLY
 from router.request.finish_reason import LengthReason, StopReason, kind_of
-from router.request.generation import Generation
-from router.text.reply_parser import CallDelta, ReplyDelta, ReplyRegions
-from router.text.tokenizer import Tokenizer
+from router.request.generation import Generation, GenerationGroup
+from router.text.reply_parser import CallDelta, ReplyDelta
+from router.text.served_model import ServedModel
 
 MaybeUsage = Usage | UnsetType
 _NOTHING = ChatDelta()
+_CHARS_A_LOGPROB = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """The fields that all events and the answer of one request have in common."""
+class OpenAIShape:
+    """Makes the answers and events of one of the two routes (an `answering.Dialect`)."""
 
-    id: str
-    created: int
-    model: str
-    with_logprobs: bool
-    with_timeline: bool
+    form = DATA_ONLY
 
-    @property
-    def head(self) -> dict[str, Any]:
-        """The fields of every event."""
-        return {"id": self.id, "created": self.created, "model": self.model}
+    def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
+        self._asked = asked
+        self._tokenizer = model.tokenizer
+        self._head: dict[str, Any] = {"id": asked.id, "created": int(time.time()), "model": model.name}
 
-    def timeline(self, generation: Generation) -> dict[str, Any]:
-        """The timeline fields of a choice, if the client asked for them."""
-        return timeline_fields(generation) if self.with_timeline else {}
+    async def answer(self, group: GenerationGroup) -> Answer:
+        """The chosen sequences in one answer."""
+        async with group:
+            generations, best_n = await group.finished(), self._asked.best_n
+            chosen = generations if best_n is None else best(generations, best_n)
+            num_chars = sum(map(_cost_in_chars, chosen))
+            return await self._tokenizer.workers.run(num_chars, lambda: self.whole(chosen, generations))
 
+    async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
+        """An event for all tokens of a sequence that have come."""
+        options = self._asked.stream
+        assert options is not None
 
-class Shape(Protocol):
-    """Makes the answers of one of the two routes."""
+        def usage_so_far() -> MaybeUsage:
+            return self.usage(group.generations) if options.continuous_usage_stats else UNSET
 
-    def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
-        """The event before any text of a sequence, if the route has one."""
-        ...
+        num_sent: dict[int, int] = {}
+        async with group:
+            async for generation, text in group.steps():
+                first = num_sent.get(generation.index)
+                if first is None:
+                    first = num_sent[generation.index] = 0
+                    make = functools.partial(self.opening, generation, usage_so_far())
+                    opening = await self._tokenizer.workers.run(_cost_in_chars(generation), make)
+                    if opening is not None:
+                        yield opening
+                if text or generation.finish_reason is not None:
+                    more = self.delta(generation, text, first, usage_so_far())
+                    if more is not None:
+                        yield more
+                        num_sent[generation.index] = len(generation.output_ids)
+            if options.include_usage:
+                yield self.event([], self.usage(group.generations))
 
     def usage(self, generations: Sequence[Generation]) -> Usage:
         """The tokens so far."""
-        ...
+        return usage_of(generations)
+
+    def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
+        """The event before any text of a sequence, if the route has one."""
+        raise NotImplementedError
 
     def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
         """The event for more text, and for the logprobs of the output tokens from `first` on.
 
         None while the text adds nothing to the answer; a later event then has those logprobs.
         """
-        ...
+        raise NotImplementedError
 
-    def closing(self, usage: Usage) -> Answer:
-        """The last event, which has the usage alone."""
-        ...
+    def event(self, choices: list[Any], usage: MaybeUsage) -> Answer:
+        """An event with these choices; the last one has the usage alone."""
+        raise NotImplementedError
 
     def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
         """The chosen sequences in one answer, in the order of their choices, with the usage of all."""
-        ...
+        raise NotImplementedError
+
+    def _timeline(self, generation: Generation) -> dict[str, Any]:
+        """The timeline fields of a choice, if the client asked for them."""
+        return timeline_fields(generation) if self._asked.with_timeline else {}
 
 
-class CompletionShape:
-    """/v1/completions. `echoes` are the prompts' texts if the client wants them before the output."""
+class CompletionShape(OpenAIShape):
+    """/v1/completions."""
 
-    def __init__(self, reply: Reply, tokenizer: Tokenizer, echoes: Sequence[str] | None) -> None:
-        self._reply = reply
-        self._tokenizer = tokenizer
-        self._echoes = echoes
+    def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
+        super().__init__(asked, model)
+        self._echoes = asked.echoes
         self._scored: dict[int, ScoredText] = {}
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
@@ -107,22 +135,14 @@ class CompletionShape:
             index=generation.index,
             text=self._echo(generation),
             logprobs=self._logprobs(generation, prompt=True),
-            **self._reply.timeline(generation),
+            **self._timeline(generation),
         )
-        return self._event([choice], usage)
+        return self.event([choice], usage)
 
     def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer:
         """The event for more text."""
         logprobs = self._logprobs(generation, output_from=first)
-        return self._event([self._choice(generation.index, generation, text, logprobs)], usage)
-
-    def closing(self, usage: Usage) -> Answer:
-        """The event for the usage alone."""
-        return self._event([], usage)
-
-    def usage(self, generations: Sequence[Generation]) -> Usage:
-        """The tokens so far."""
-        return usage_of(generations)
+        return self.event([self._choice(generation.index, generation, text, logprobs)], usage)
 
     def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
         """The chosen sequences in one answer."""
@@ -135,10 +155,11 @@ class CompletionShape:
             )
             for index, g in enumerate(chosen)
         ]
-        return self._event(choices, usage_of(generations))
+        return self.event(choices, usage_of(generations))
 
-    def _event(self, choices: list[CompletionChoice], usage: MaybeUsage) -> Completion:
-        return Completion(**self._reply.head, choices=choices, usage=usage)
+    def event(self, choices: list[Any], usage: MaybeUsage) -> Answer:
+        """An event or the answer, with these choices."""
+        return Completion(**self._head, choices=choices, usage=usage)
 
     def _choice(
         self, index: int, generation: Generation, text: str, logprobs: CompletionLogprobs | None
@@ -148,7 +169,7 @@ class CompletionShape:
             text=text,
             logprobs=logprobs,
             **_end(generation),
-            **self._reply.timeline(generation),
+            **self._timeline(generation),
         )
 
     def _echo(self, generation: Generation) -> str:
@@ -157,7 +178,7 @@ class CompletionShape:
     def _logprobs(
         self, generation: Generation, *, prompt: bool = False, output_from: int | None = None
     ) -> CompletionLogprobs | None:
-        if not self._reply.with_logprobs:
+        if not self._asked.with_logprobs:
             return None
         scored = self._scored.get(generation.index)
         if scored is None:
@@ -197,21 +218,12 @@ class ReplyReader(Protocol):
         ...
 
 
-class ChatShape:
-    """/v1/chat/completions. What `reads` makes a reader for each sequence; None: all of a text is content."""
+class ChatShape(OpenAIShape):
+    """/v1/chat/completions. `asked.reads` makes a reader for each sequence; None: all of a text is content."""
 
-    def __init__(
-        self,
-        reply: Reply,
-        tokenizer: Tokenizer,
-        reads: ReplyRegions | ForcedCall | None,
-        *,
-        hides_reasoning: bool,
-    ) -> None:
-        self._reply = reply
-        self._tokenizer = tokenizer
-        self._reads = reads
-        self._hides_reasoning = hides_reasoning
+    def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
+        super().__init__(asked, model)
+        self._reads = asked.reads
         self._readers: dict[int, ReplyReader] = {}
         self._num_scored: dict[int, int] = {}
         """Of each sequence the tokens that were told, or left out, with their logprobs."""
@@ -220,8 +232,8 @@ class ChatShape:
         """The event with the role."""
         content = None if isinstance(self._reads, ForcedCall) else ""
         delta = ChatDelta(role="assistant", content=content, refusal=None)
-        timeline = self._reply.timeline(generation)
-        return self._chunk([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
+        timeline = self._timeline(generation)
+        return self.event([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
 
     def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
         """The event for more text; None while the text may become a call, or is only what surrounds one."""
@@ -234,13 +246,9 @@ class ChatShape:
             delta=more,
             logprobs=self._logprobs(generation, first, reader),
             **_end(generation, reader),
-            **self._reply.timeline(generation),
+            **self._timeline(generation),
         )
-        return self._chunk([choice], usage)
-
-    def closing(self, usage: Usage) -> Answer:
-        """The event for the usage alone."""
-        return self._chunk([], usage)
+        return self.event([choice], usage)
 
     def usage(self, generations: Sequence[Generation]) -> Usage:
         """The tokens so far, also those of reasoning."""
@@ -251,15 +259,16 @@ class ChatShape:
     def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
         """The chosen sequences in one answer."""
         choices = [self._choice(index, generation) for index, generation in enumerate(chosen)]
-        return ChatCompletion(**self._reply.head, choices=choices, usage=self.usage(generations))
+        return ChatCompletion(**self._head, choices=choices, usage=self.usage(generations))
 
     def _reader(self, generation: Generation) -> ReplyReader | None:
         if generation.index not in self._readers and self._reads is not None:
             self._readers[generation.index] = self._reads.reader()
         return self._readers.get(generation.index)
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: MaybeUsage) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._reply.head, choices=choices, usage=usage)
+    def event(self, choices: list[Any], usage: MaybeUsage) -> Answer:
+        """An event with these choices."""
+        return ChatCompletionChunk(**self._head, choices=choices, usage=usage)
 
     def _choice(self, index: int, generation: Generation) -> ChatChoice:
         reader = self._reader(generation)
@@ -277,7 +286,7 @@ class ChatShape:
             message=message,
             logprobs=self._logprobs(generation, 0, reader),
             **_end(generation, reader),
-            **self._reply.timeline(generation),
+            **self._timeline(generation),
         )
 
     def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatDelta:
@@ -289,14 +298,14 @@ class ChatShape:
         return ChatDelta(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
 
     def _reasoning(self, said: ReplyDelta) -> dict[str, Any]:
-        if not said.reasoning or self._hides_reasoning:
+        if not said.reasoning or self._asked.hides_reasoning:
             return {}
         return {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
 
     def _logprobs(
         self, generation: Generation, first: int, reader: ReplyReader | None
     ) -> ChatLogprobs | None:
-        if not self._reply.with_logprobs:
+        if not self._asked.with_logprobs:
             return None
         if reader is None:
             return chat_logprobs(generation, range(first, len(generation.output_ids)), self._tokenizer)
@@ -323,6 +332,14 @@ def _whole_calls(calls: Sequence[CallDelta]) -> Iterator[ToolCall]:
 
 def _new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _cost_in_chars(generation: Generation) -> int:
+    """The cost of writing the logprobs of an echoed prompt, as a number of characters that cost as much to encode."""
+    wanted = generation.prompt.work.params.logprobs
+    if wanted is None:
+        return 0
+    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.work.input_ids))
 
 
 def usage_of(generations: Sequence[Generation]) -> Usage:

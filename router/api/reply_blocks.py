@@ -11,20 +11,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-from fastapi import Request, Response
+from typing import Any, Literal
 
 from router.api.openai_requests import OpenAIRequest
 from router.api.openai_shapes import ReplyReader
-from router.api.request_log import note_group
-from router.dispatch.live_rids import Claim
-from router.http.responses import StreamForm, json_response, stream_response, while_connected
+from router.http.responses import StreamForm
 from router.request.finish_reason import LengthReason
-from router.request.generation import Generation, GenerationGroup, Generator
-from router.request.queue_limit import QueuePlaces
+from router.request.generation import Generation, GenerationGroup
 from router.text.reply_parser import ReplyDelta
-from router.text.tokenizer import Tokenizer
+from router.text.served_model import ServedModel
 
 Event = dict[str, Any]
 NAMED_EVENTS: dict[int | str, dict[str, Any]] = {
@@ -120,67 +115,52 @@ class ReplyBlocks:
             yield "end", self.blocks[-1], ""
 
 
-class BlockShape(Protocol):
-    """One dialect's words, for one answer."""
+class BlockShape:
+    """One dialect's words, for one answer (an `answering.Dialect`)."""
 
     form: StreamForm
 
+    def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
+        self._asked = asked
+        self._model = model.name
+        reader = asked.reads.reader() if asked.reads is not None else None
+        self._told = ReplyBlocks(reader, hides_reasoning=asked.hides_reasoning)
+
+    async def answer(self, group: GenerationGroup) -> Event:
+        """All blocks at once."""
+        async with group:
+            (generation,) = await group.finished()
+        for _ in self._told.advance(generation):
+            pass
+        return self.whole(generation, self._told)
+
+    async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
+        """What happens to the blocks."""
+        has_begun = False
+        async with group:
+            async for generation, _ in group.steps():
+                if not has_begun:
+                    has_begun = True
+                    for event in self.begin(generation):
+                        yield event
+                for change in self._told.advance(generation):
+                    for event in self.change(change):
+                        yield event
+            for event in self.end(group.generations[0], self._told):
+                yield event
+
     def begin(self, generation: Generation) -> Iterable[Event]:
         """The events before any block."""
-        ...
+        raise NotImplementedError
 
     def change(self, change: Change) -> Iterable[Event]:
         """The events for what happens to a block."""
-        ...
+        raise NotImplementedError
 
     def end(self, generation: Generation, told: ReplyBlocks) -> Iterable[Event]:
         """The events behind all blocks."""
-        ...
+        raise NotImplementedError
 
     def whole(self, generation: Generation, told: ReplyBlocks) -> Event:
         """The answer of a request that asked for no stream."""
-        ...
-
-
-async def respond_in_blocks(
-    request: Request,
-    generator: Generator,
-    asked: OpenAIRequest,
-    shape: BlockShape,
-    tokenizer: Tokenizer,
-    places: QueuePlaces,
-    claim: Claim,
-) -> Response:
-    """Generate, and answer with events or at once."""
-    group = generator.open(asked.prompts, tokenizer, claim, places)
-    note_group(request, group)
-    reader = asked.reads.reader() if asked.reads is not None else None
-    told = ReplyBlocks(reader, hides_reasoning=asked.hides_reasoning)
-    if asked.stream is not None:
-        return await stream_response(request, _events(group, shape, told), shape.form)
-    return json_response(await while_connected(request.receive, _whole(group, shape, told)))
-
-
-async def _whole(group: GenerationGroup, shape: BlockShape, told: ReplyBlocks) -> Event:
-    async with group:
-        (generation,) = await group.finished()
-    for _ in told.advance(generation):
-        pass
-    return shape.whole(generation, told)
-
-
-async def _events(
-    group: GenerationGroup, shape: BlockShape, told: ReplyBlocks
-) -> AsyncGenerator[object, None]:
-    has_begun = False
-    async with group:
-        async for generation, _ in group.steps():
-            if not has_begun:
-                has_begun = True
-                for event in shape.begin(generation):
-                    yield event
-            for change in told.advance(generation):
-                for event in shape.change(change):
-                    yield event
-        for event in shape.end(group.generations[0], told):
-            yield event
+        raise NotImplementedError

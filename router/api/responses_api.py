@@ -16,18 +16,18 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from router.api.answering import Desk
 from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
 from router.api.openai_bodies import UNBOUNDED, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
-from router.api.reply_blocks import NAMED_EVENTS, Block, Change, Event, ReplyBlocks, respond_in_blocks
+from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused
-from router.http.limits import HttpLimits
-from router.http.responses import StreamForm, error_body, while_connected
+from router.http.responses import StreamForm, error_body
 from router.request.finish_reason import AbortReason, LengthReason
-from router.request.generation import Generation, Generator
+from router.request.generation import Generation
 from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import NewTokens
-from router.text.served_model import ModelSlot
+from router.text.served_model import ServedModel
 from shared.errors import RequestError
 
 
@@ -391,9 +391,7 @@ class ResponseStore:
 
 
 # ---------------------------------------------------------------------------------------------- the route
-def responses_routes(
-    generator: Generator, model: ModelSlot, limits: HttpLimits, max_stored_responses: int
-) -> APIRouter:
+def responses_routes(desk: Desk, max_stored_responses: int) -> APIRouter:
     """The route, behind a QueueGate."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
     store = ResponseStore(max_stored_responses)
@@ -404,29 +402,20 @@ def responses_routes(
         previous, owner = body.previous_response_id, places.cache_owner
         earlier = store.messages(previous, owner) if previous is not None else ()
         messages = [*earlier, *body.messages(lambda item_id: store.item(item_id, owner))]
-        with generator.claim() as claim:
-            reading = read_chat(
-                chat_body(body.chat(messages)),
-                model.get(),
-                limits,
-                request.headers,
-                places,
-                claim,
-                prefix="resp_",
-            )
-            asked = await while_connected(request.receive, reading)
-            keeps = body.store and store.max_responses > 0
+        chat = chat_body(body.chat(messages))
+        keeps = body.store and store.max_responses > 0
 
+        def shape(asked: OpenAIRequest, model: ServedModel) -> ResponsesShape:
             def keep(told: ReplyBlocks) -> None:
                 if keeps:
                     items = {_item_id(block): _message_of(block) for block in told.blocks}
                     store.put(asked.id, owner, messages, items)
 
-            echo = {**_echo(body), "store": keeps}
-            shape = ResponsesShape(asked, model.get().name, echo, keep)
-            return await respond_in_blocks(
-                request, generator, asked, shape, model.get().tokenizer, places, claim
-            )
+            return ResponsesShape(asked, model, {**_echo(body), "store": keeps}, keep)
+
+        return await desk.respond(
+            request, places, lambda intake: read_chat(chat, intake, prefix="resp_"), shape
+        )
 
     return router
 
@@ -461,14 +450,20 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
     }
 
 
-class ResponsesShape:
+class ResponsesShape(BlockShape):
     """An answer in the words of the Responses API. Events are numbered. `keep(told)` is called at the end."""
 
     def __init__(
-        self, asked: OpenAIRequest, model: str, echo: Mapping[str, Any], keep: Callable[[ReplyBlocks], None]
+        self,
+        asked: OpenAIRequest,
+        model: ServedModel,
+        echo: Mapping[str, Any],
+        keep: Callable[[ReplyBlocks], None],
     ) -> None:
+        super().__init__(asked, model)
         self.form = StreamForm(names_events=True, error=self._error)
-        self._head = {"id": asked.id, "object": "response", "created_at": int(time.time()), "model": model}
+        head = {"id": asked.id, "object": "response", "created_at": int(time.time()), "model": model.name}
+        self._head = head
         self._echo = echo
         self._keep = keep
         self._numbers = itertools.count()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, TypeVar, cast
 
 from pydantic import Field, WithJsonSchema
 
+from router.dispatch.live_rids import Claim
 from router.http.body import FailFast, OneOf
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
 from router.http.wording import wrong
 from router.request.prompt import Prompt
+from router.request.queue_limit import QueuePlaces
 from router.text.served_model import ServedModel
 from shared.errors import RequestError, maximum_context
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, MAX_TOP_LOGPROBS, LogprobParams
@@ -73,6 +76,41 @@ RoutingKey = Annotated[
         "The header X-SMG-Routing-Key counts where this is left out.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What a body is read with: model and limits, and of its request the headers, the places and the rids."""
+
+    model: ServedModel
+    limits: HttpLimits
+    headers: Mapping[str, str]
+    places: QueuePlaces
+    claim: Claim
+
+    def take(self, rids: Sequence[str], counts: Sequence[int], *, whole: str | None, shared: bool) -> None:
+        """Take places in the queue and the rids of all prompts, which become `counts` sequences. RequestError."""
+        self.places.hold(sum(counts))
+        self.claim.take(rids, counts, whole=whole, shared=shared)
+
+    async def input_ids(
+        self,
+        texts: Sequence[str],
+        ids: list[list[int]],
+        field: str,
+        *,
+        batched: bool,
+        add_special_tokens: bool = True,
+    ) -> list[list[int]]:
+        """The token ids of the prompts in `field`, which has `texts` or `ids`. Raises RequestError."""
+        if texts:
+            special = add_special_tokens
+            ids = await encode_prompts(
+                texts, self.model, self.limits, field, batched=batched, add_special_tokens=special
+            )
+        for at, row in enumerate(ids):
+            self.limits.check_prompt(row, f"prompt {at}" if batched else "the prompt", field)
+        return ids
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

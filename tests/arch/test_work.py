@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MADE_IN = {
     "planner/measure/node_loop.py",
     "planner/simulator/fleet.py",
-    "router/api/generate_requests.py",
+    "router/api/generate_api.py",
     "router/api/openai_requests.py",
     "router/api/service_api.py",
     "router/server.py",

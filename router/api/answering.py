@@ -1,0 +1,83 @@
+"""How a route that generates answers: a body is read, its sequences are sent, and a dialect writes what they become.
+
+body ──read──▶ Asked ──▶ GenerationGroup ──Dialect──▶ events, or one answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+
+from router.api.request_log import note_group
+from router.http.limits import HttpLimits
+from router.http.responses import StreamForm, json_response, stream_response, while_connected
+from router.request.fields import Intake
+from router.request.generation import GenerationGroup, Generator
+from router.request.prompt import Prompt
+from router.request.queue_limit import QueuePlaces
+from router.text.served_model import ModelSlot, ServedModel
+
+
+class Asked(Protocol):
+    """A checked body."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """What is to be completed."""
+        ...
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is a stream of events."""
+        ...
+
+
+class Dialect(Protocol):
+    """The words of one route, for the answer to one request."""
+
+    @property
+    def form(self) -> StreamForm:
+        """Of a stream."""
+        ...
+
+    def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
+        """The events of a stream. The group is entered here."""
+        ...
+
+    async def answer(self, group: GenerationGroup) -> object:
+        """The answer to a request for no stream. The group is entered here."""
+        ...
+
+
+A = TypeVar("A", bound=Asked)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the routes that generate have in common."""
+
+    generator: Generator
+    slot: ModelSlot
+    limits: HttpLimits
+
+    async def respond(
+        self,
+        request: Request,
+        places: QueuePlaces,
+        read: Callable[[Intake], Coroutine[Any, Any, A]],
+        dialect: Callable[[A, ServedModel], Dialect],
+    ) -> Response:
+        """Read a body, generate, and answer in a dialect. Raises RequestError."""
+        with self.generator.claim() as claim:
+            model = self.slot.get()
+            intake = Intake(model, self.limits, request.headers, places, claim)
+            asked = await while_connected(request.receive, read(intake))
+            group = self.generator.open(asked.prompts, model.tokenizer, claim, places)
+            note_group(request, group)
+            words = dialect(asked, model)
+            if asked.streams:
+                return await stream_response(request, words.events(group), words.form)
+            return json_response(await while_connected(request.receive, words.answer(group)))
