@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from router.api.openai_bodies import NoEffect, OpenAIBody
-from router.http.body import Body, FailFast, OneOf, Refused
+from router.http.body import Body, FailFast, OneOf, Refused, about
 from router.request.fields import TopNum
 
 MAX_MESSAGES = 4096
@@ -15,7 +15,7 @@ MAX_PARTS = 4096
 MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
 
-FunctionName = Annotated[str, Field(min_length=1, max_length=256, description="Of the function.")]
+FunctionName = Annotated[str, about("Of the function.", min_length=1, max_length=256)]
 
 
 class AsSent(Body):
@@ -41,8 +41,8 @@ class AsSent(Body):
 class TextPart(Body):
     """A part of a message."""
 
-    type: Annotated[Literal["text"], Field(description="Only text is served.")]
-    text: Annotated[str, Field(description="Follows the part before it without a gap.")]
+    type: Literal["text"] = about("Only text is served.")
+    text: str = about("Follows the part before it without a gap.")
 
 
 class CalledFunction(AsSent):
@@ -52,59 +52,50 @@ class CalledFunction(AsSent):
     arguments: Annotated[
         str | dict[str, Any] | None,
         OneOf("an object, or one as JSON in a string", {"str": str, "dict": dict[str, Any]}),
-        Field(description="JSON in a string, or an object; the chat template gets an object."),
-    ] = None
+    ] = about("JSON in a string, or an object; the chat template gets an object.", None)
 
 
 class EarlierCall(AsSent):
     """A call that the assistant has made."""
 
-    id: Annotated[str | None, Field(max_length=256, description="Named by the tool's answer.")] = None
-    type: Annotated[Literal["function"], Field(description="Only functions are served.")] = "function"
-    function: Annotated[CalledFunction, Field(description="What was called.")]
+    id: str | None = about("Named by the tool's answer.", None, max_length=256)
+    type: Literal["function"] = about("Only functions are served.", "function")
+    function: CalledFunction = about("What was called.")
 
 
 class ChatInputMessage(AsSent):
     """One message. Its unknown fields are for the chat template."""
 
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool"],
-        Field(description="The author. developer becomes system, unless the template has it."),
-    ]
+    role: Literal["system", "developer", "user", "assistant", "tool"] = about(
+        "The author. developer becomes system, unless the template has it."
+    )
     content: Annotated[
         str | list[TextPart] | None,
         OneOf(
             "a string or a list of parts",
             {"str": str, "list": Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)]},
         ),
-        Field(description="Text, or parts of it; an assistant's message may have none."),
-    ] = None
-    tool_calls: Annotated[
-        list[EarlierCall] | None, Field(max_length=MAX_TOOLS, description="Calls in an assistant's message.")
-    ] = None
-    tool_call_id: Annotated[
-        str | None, Field(max_length=256, description="The call that a tool's message answers.")
-    ] = None
+    ] = about("Text, or parts of it; an assistant's message may have none.", None)
+    tool_calls: list[EarlierCall] | None = about(
+        "Calls in an assistant's message.", None, max_length=MAX_TOOLS
+    )
+    tool_call_id: str | None = about("The call that a tool's message answers.", None, max_length=256)
 
 
 class Function(AsSent):
     """A function that the model may call."""
 
     name: FunctionName
-    description: Annotated[str | None, Field(description="For the chat template.")] = None
-    parameters: Annotated[dict[str, Any] | None, Field(description="The JSON schema of its arguments.")] = (
-        None
-    )
-    strict: Annotated[
-        bool, Field(description="Has no effect: a call that is forced keeps to the schema.")
-    ] = False
+    description: str | None = about("For the chat template.", None)
+    parameters: dict[str, Any] | None = about("The JSON schema of its arguments.", None)
+    strict: bool = about("Has no effect: a call that is forced keeps to the schema.", False)
 
 
 class Tool(AsSent):
     """A tool, for the chat template to show."""
 
-    type: Annotated[Literal["function"], Field(description="Only functions are served.")]
-    function: Annotated[Function, Field(description="What may be called.")]
+    type: Literal["function"] = about("Only functions are served.")
+    function: Function = about("What may be called.")
 
 
 class NamedFunction(Body):
@@ -116,24 +107,22 @@ class NamedFunction(Body):
 class NamedTool(Body):
     """The tool to call."""
 
-    type: Annotated[Literal["function"], Field(description="Only functions are served.")]
-    function: Annotated[NamedFunction, Field(description="Which one.")]
+    type: Literal["function"] = about("Only functions are served.")
+    function: NamedFunction = about("Which one.")
 
 
 class SomeTools(Body):
     """Tools that may be called, of those that the model sees."""
 
-    mode: Annotated[Literal["auto", "required"], Field(description="As for `tool_choice`.")]
-    tools: Annotated[
-        list[NamedTool], FailFast(), Field(min_length=1, max_length=MAX_TOOLS, description="Which ones.")
-    ]
+    mode: Literal["auto", "required"] = about("As for `tool_choice`.")
+    tools: Annotated[list[NamedTool], FailFast()] = about("Which ones.", min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedTools(Body):
     """A choice among some of the tools."""
 
-    type: Annotated[Literal["allowed_tools"], Field(description="As OpenAI names it.")]
-    allowed_tools: Annotated[SomeTools, Field(description="Which ones.")]
+    type: Literal["allowed_tools"] = about("As OpenAI names it.")
+    allowed_tools: SomeTools = about("Which ones.")
 
 
 class ChatBody(OpenAIBody):
@@ -172,18 +161,14 @@ class ChatBody(OpenAIBody):
         }
     )
 
-    messages: Annotated[
-        list[ChatInputMessage],
-        FailFast(),
-        Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."),
-    ]
-    logprobs: Annotated[bool, Field(description="Tell the logprobs of tokens.")] = False
-    top_logprobs: Annotated[TopNum, Field(description="And of so many of the likeliest.")] = 0
-    tools: Annotated[
-        list[Tool] | None,
-        FailFast(),
-        Field(max_length=MAX_TOOLS, description="Shown by the chat template, whatever `tool_choice` is."),
-    ] = None
+    messages: Annotated[list[ChatInputMessage], FailFast()] = about(
+        "The conversation so far.", min_length=1, max_length=MAX_MESSAGES
+    )
+    logprobs: bool = about("Tell the logprobs of tokens.", False)
+    top_logprobs: TopNum = about("And of so many of the likeliest.", 0)
+    tools: Annotated[list[Tool] | None, FailFast()] = about(
+        "Shown by the chat template, whatever `tool_choice` is.", None, max_length=MAX_TOOLS
+    )
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
         OneOf(
@@ -195,27 +180,21 @@ class ChatBody(OpenAIBody):
                 "dict[allowed_tools]": AllowedTools,
             },
         ),
-        Field(
-            description="auto, the default beside tools: the model decides, and its calls are read in its own "
-            "syntax. none: the answer is text. required, or a function by name: the answer is such a call, which a "
-            "grammar guarantees. allowed_tools: auto or required, for some of the tools."
-        ),
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool, Field(description="False: calls behind the first are left out. A forced call is always one.")
-    ] = True
-    documents: Annotated[
-        list[dict[str, Any]] | None, Field(max_length=MAX_DOCUMENTS, description="For the chat template.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Field(description="Variables for the chat template.")
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None, Field(description="The prompt ends where the assistant begins. True, unless continued.")
-    ] = None
-    continue_final_message: Annotated[
-        bool, Field(description="The answer goes on with the last message.")
-    ] = False
+    ] = about(
+        "auto, the default beside tools: the model decides, and its calls are read in its own "
+        "syntax. none: the answer is text. required, or a function by name: the answer is such a call, which a "
+        "grammar guarantees. allowed_tools: auto or required, for some of the tools.",
+        None,
+    )
+    parallel_tool_calls: bool = about(
+        "False: calls behind the first are left out. A forced call is always one.", True
+    )
+    documents: list[dict[str, Any]] | None = about("For the chat template.", None, max_length=MAX_DOCUMENTS)
+    chat_template_kwargs: dict[str, Any] | None = about("Variables for the chat template.", None)
+    add_generation_prompt: bool | None = about(
+        "The prompt ends where the assistant begins. True, unless continued.", None
+    )
+    continue_final_message: bool = about("The answer goes on with the last message.", False)
     metadata: NoEffect = None
     store: NoEffect = None
     add_special_tokens: Annotated[
@@ -224,16 +203,13 @@ class ChatBody(OpenAIBody):
     chat_template: Annotated[Any, Refused(why="the server's to choose")] = None
     functions: Annotated[Any, Refused(([],), why="not supported: use tools")] = None
     function_call: Annotated[Any, Refused(("none",), why="not supported: use tool_choice")] = None
-    reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
-        Field(description="A variable for the chat template; none also turns reasoning off where it can."),
-    ] = None
-    include_reasoning: Annotated[bool, Field(description="False: the answer is without the reasoning.")] = (
-        True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = about(
+        "A variable for the chat template; none also turns reasoning off where it can.", None
     )
-    separate_reasoning: Annotated[
-        bool, Field(description="False: reasoning is a part of the content, as the model writes it.")
-    ] = True
+    include_reasoning: bool = about("False: the answer is without the reasoning.", True)
+    separate_reasoning: bool = about(
+        "False: reasoning is a part of the content, as the model writes it.", True
+    )
     reasoning: Annotated[Any, Refused(why="not supported: use reasoning_effort")] = None
     modalities: Annotated[Any, Refused((["text"],))] = None
     audio: Annotated[Any, Refused()] = None

@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, params
 from msgspec import UNSET
 from msgspec.structs import asdict
-from pydantic import Field
 
 from router.http.api_keys import AdminGuard, ApiKeys
-from router.http.body import Body, JsonRoute
+from router.http.body import Body, JsonRoute, about
 from router.http.topology import address_of
 from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved, RoleChanged
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
@@ -29,14 +28,14 @@ _MAX_DRAIN_TIMEOUT_S = 86400.0
 class AddNode(Body):
     """A running node to be dialled."""
 
-    role: Annotated[Literal["prefill", "decode"], Field(description="Which fleet it joins.")]
-    address: Annotated[str, Field(min_length=1, max_length=512, description="HOST[:PORT], as --prefill")]
+    role: Literal["prefill", "decode"] = about("Which fleet it joins.")
+    address: str = about("HOST[:PORT], as --prefill", min_length=1, max_length=512)
 
 
 class ChangeRole(Body):
     """Another role for a node."""
 
-    role: Annotated[Literal["prefill", "decode"], Field(description="The role that it is to have.")]
+    role: Literal["prefill", "decode"] = about("The role that it is to have.")
 
 
 DrainTimeout = Annotated[

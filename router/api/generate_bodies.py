@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from router.http.body import Body, FailFast, OneOf, Refused
+from router.http.body import Body, FailFast, OneOf, Refused, about
 from router.request.fields import (
     CHOSEN_HERE,
     AddSpecialTokens,
@@ -33,7 +33,7 @@ ReturnLogprob = Annotated[
     OneOf(
         "true or false, or a list of them", {"bool": bool, "list": Annotated[list[bool | None], FailFast()]}
     ),
-    Field(description="Tell the logprobs of output tokens."),
+    about("Tell the logprobs of output tokens."),
 ]
 LogprobStartLen = Annotated[
     int | list[int | None],
@@ -41,7 +41,7 @@ LogprobStartLen = Annotated[
         "an integer or a list of integers",
         {"int": StartLen, "list": Annotated[list[StartLen | None], FailFast()]},
     ),
-    Field(description="Tell those of prompt tokens too, from this position on; -1: of none."),
+    about("Tell those of prompt tokens too, from this position on; -1: of none."),
 ]
 TopLogprobsNum = Annotated[
     int | list[int | None],
@@ -49,7 +49,7 @@ TopLogprobsNum = Annotated[
         "an integer or a list of integers",
         {"int": TopNum, "list": Annotated[list[TopNum | None], FailFast()]},
     ),
-    Field(description="And of so many of the likeliest tokens at each position."),
+    about("And of so many of the likeliest tokens at each position."),
 ]
 TokenIdsLogprob = Annotated[
     list[int] | list[list[int] | None] | None,
@@ -57,15 +57,15 @@ TokenIdsLogprob = Annotated[
         "a list of token ids, or a list of such lists",
         {"list[int]": ScoredIds, "list[list]": Annotated[list[ScoredIds | None], FailFast()]},
     ),
-    Field(description="And of these tokens at each position."),
+    about("And of these tokens at each position."),
 ]
 
 
 class NativeSampling(SamplingBody):
     """`sampling_params` of /generate, with SGLang's names."""
 
-    max_new_tokens: Annotated[NewTokens, Field(description="0 only scores the prompt.")] = 128
-    min_new_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
+    max_new_tokens: NewTokens = about("0 only scores the prompt.", 128)
+    min_new_tokens: NewTokens = about("Nothing ends it before.", 0)
     sampling_seed: Seed = None
     add_special_tokens: Annotated[Any, Refused(why="a field beside sampling_params here")] = None
     # vLLM's names of these fields
@@ -98,29 +98,24 @@ class GenerateBody(Body):
     )
 
     text: Annotated[
-        str | list[str] | None,
-        OneOf("a string or a list of strings", {"str": str, "list": Texts}),
-        Field(description="The prompt; either this or `input_ids`."),
-    ] = None
-    input_ids: Annotated[
-        IdPrompts | None, Field(description="The prompt as token ids; either this or `text`.")
-    ] = None
+        str | list[str] | None, OneOf("a string or a list of strings", {"str": str, "list": Texts})
+    ] = about("The prompt; either this or `input_ids`.", None)
+    input_ids: IdPrompts | None = about("The prompt as token ids; either this or `text`.", None)
     sampling_params: Annotated[
         NativeSampling | list[NativeSampling | None] | None,
         OneOf(
             "an object, or a list of objects",
             {"dict": NativeSampling, "list": Annotated[list[NativeSampling | None], FailFast()]},
         ),
-        Field(description="For all prompts, or a list with one for each."),
-    ] = None
+    ] = about("For all prompts, or a list with one for each.", None)
     add_special_tokens: AddSpecialTokens = True
-    stream: Annotated[bool, Field(description="Send events, each with all that there is so far.")] = False
+    stream: bool = about("Send events, each with all that there is so far.", False)
     rid: Rids = None
     return_logprob: ReturnLogprob = False
     logprob_start_len: LogprobStartLen = OUTPUTS_ONLY
     top_logprobs_num: TopLogprobsNum = 0
     token_ids_logprob: TokenIdsLogprob = None
-    return_text_in_logprobs: Annotated[bool, Field(description="Tell the text of each token too.")] = False
+    return_text_in_logprobs: bool = about("Tell the text of each token too.", False)
     return_timeline: ReturnTimeline = False
     priority: Priority = 0
     routing_key: RoutingKey = None
@@ -130,8 +125,7 @@ class GenerateBody(Body):
             "a string or a list of strings",
             {"str": ExtraKey, "list": Annotated[list[ExtraKey | None], FailFast()]},
         ),
-        Field(description="Prompts with different keys share no cache."),
-    ] = None
+    ] = about("Prompts with different keys share no cache.", None)
     return_hidden_states: Annotated[Any, Refused((False,))] = None
     return_routed_experts: Annotated[Any, Refused((False,))] = None
     return_bytes: Annotated[Any, Refused((False,))] = None

@@ -18,7 +18,7 @@ from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionN
 from router.api.openai_bodies import NoEffect
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused
+from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
 from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
 from router.request.finish_reason import StopReason, kind_of
 from router.request.generation import Generation
@@ -29,30 +29,30 @@ from router.request.sampling import NewTokens, StopString
 class TextBlock(Body):
     """Text."""
 
-    type: Annotated[Literal["text"], Field(description="Text.")]
-    text: Annotated[str, Field(description="What is said.")]
+    type: Literal["text"] = about("Text.")
+    text: str = about("What is said.")
 
 
 class ThinkingBlock(Body):
     """What the model has reasoned."""
 
-    type: Annotated[Literal["thinking"], Field(description="Of an earlier answer.")]
-    thinking: Annotated[str, Field(description="What was thought; its signature is not looked at.")]
+    type: Literal["thinking"] = about("Of an earlier answer.")
+    thinking: str = about("What was thought; its signature is not looked at.")
 
 
 class RedactedThinking(Body):
     """Reasoning that only another server can read; it is left out."""
 
-    type: Annotated[Literal["redacted_thinking"], Field(description="Of an earlier answer.")]
+    type: Literal["redacted_thinking"] = about("Of an earlier answer.")
 
 
 class ToolUse(Body):
     """A call that the assistant has made."""
 
-    type: Annotated[Literal["tool_use"], Field(description="Of an earlier answer.")]
-    id: Annotated[str, Field(max_length=256, description="Named by the tool's answer.")]
+    type: Literal["tool_use"] = about("Of an earlier answer.")
+    id: str = about("Named by the tool's answer.", max_length=256)
     name: FunctionName
-    input: Annotated[dict[str, Any], Field(description="The arguments.")] = Field(default_factory=dict)
+    input: dict[str, Any] = about("The arguments.", default_factory=dict)
 
 
 _TEXTS = Annotated[
@@ -67,10 +67,10 @@ _TEXTS = Annotated[
 class ToolResult(Body):
     """A tool's answer."""
 
-    type: Annotated[Literal["tool_result"], Field(description="Answers a call.")]
-    tool_use_id: Annotated[str, Field(max_length=256, description="The call that it answers.")]
-    content: Annotated[_TEXTS, Field(description="What the tool has said.")] = ""
-    is_error: Annotated[bool, Field(description="Has no effect: the text says so.")] = False
+    type: Literal["tool_result"] = about("Answers a call.")
+    tool_use_id: str = about("The call that it answers.", max_length=256)
+    content: _TEXTS = about("What the tool has said.", "")
+    is_error: bool = about("Has no effect: the text says so.", False)
 
 
 _Block = Annotated[
@@ -91,59 +91,54 @@ _Block = Annotated[
 class InputMessage(Body):
     """One turn."""
 
-    role: Annotated[Literal["user", "assistant"], Field(description="The author.")]
+    role: Literal["user", "assistant"] = about("The author.")
     content: Annotated[
         str | list[_Block],
         OneOf(
             "a string or a list of blocks",
             {"str": str, "list": Annotated[list[_Block], FailFast(), Field(max_length=MAX_PARTS)]},
         ),
-        Field(description="Text, or blocks of it, of reasoning, calls and answers."),
-    ]
+    ] = about("Text, or blocks of it, of reasoning, calls and answers.")
 
 
 class MessagesTool(Body):
     """A function that the model may call."""
 
-    type: Annotated[Literal["custom"], Field(description="Tools of Anthropic's own are not served.")] = (
-        "custom"
-    )
+    type: Literal["custom"] = about("Tools of Anthropic's own are not served.", "custom")
     name: FunctionName
-    description: Annotated[str | None, Field(description="For the chat template.")] = None
-    input_schema: Annotated[dict[str, Any], Field(description="The JSON schema of its arguments.")]
-    strict: Annotated[bool, Field(description="A call keeps to the schema.")] = False
+    description: str | None = about("For the chat template.", None)
+    input_schema: dict[str, Any] = about("The JSON schema of its arguments.")
+    strict: bool = about("A call keeps to the schema.", False)
 
 
 class MessagesToolChoice(Body):
     """Whether the model calls a tool."""
 
-    type: Annotated[Literal["auto", "any", "tool", "none"], Field(description="any: it must call one.")]
-    name: Annotated[FunctionName | None, Field(description="With type tool: which one.")] = None
-    disable_parallel_tool_use: Annotated[bool, Field(description="At most one call.")] = False
+    type: Literal["auto", "any", "tool", "none"] = about("any: it must call one.")
+    name: FunctionName | None = about("With type tool: which one.", None)
+    disable_parallel_tool_use: bool = about("At most one call.", False)
 
 
 class Thinking(Body):
     """Whether the model reasons first."""
 
-    type: Annotated[Literal["enabled", "disabled", "adaptive"], Field(description="Told to the template.")]
+    type: Literal["enabled", "disabled", "adaptive"] = about("Told to the template.")
     budget_tokens: NoEffect = None
 
 
 class CountBody(Body):
     """A conversation."""
 
-    model: Annotated[str | None, Field(max_length=1024, description="The served one.")] = None
-    messages: Annotated[
-        list[InputMessage],
-        FailFast(),
-        Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."),
-    ]
-    system: Annotated[_TEXTS, Field(description="Comes before the conversation.")] = ""
-    tools: Annotated[
-        list[MessagesTool] | None, FailFast(), Field(max_length=MAX_TOOLS, description="May be called.")
-    ] = None
-    tool_choice: Annotated[MessagesToolChoice | None, Field(description="auto by default.")] = None
-    thinking: Annotated[Thinking | None, Field(description="The template's own default if left out.")] = None
+    model: str | None = about("The served one.", None, max_length=1024)
+    messages: Annotated[list[InputMessage], FailFast()] = about(
+        "The conversation so far.", min_length=1, max_length=MAX_MESSAGES
+    )
+    system: _TEXTS = about("Comes before the conversation.", "")
+    tools: Annotated[list[MessagesTool] | None, FailFast()] = about(
+        "May be called.", None, max_length=MAX_TOOLS
+    )
+    tool_choice: MessagesToolChoice | None = about("auto by default.", None)
+    thinking: Thinking | None = about("The template's own default if left out.", None)
     metadata: NoEffect = None
     mcp_servers: Annotated[Any, Refused(([],), why="not supported: a client calls its servers itself")] = None
     container: Annotated[Any, Refused()] = None
@@ -169,12 +164,12 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """A conversation, to be continued by the assistant."""
 
-    max_tokens: Annotated[NewTokens, Field(description="Longest answer.")]
-    stream: Annotated[bool, Field(description="Send events.")] = False
-    stop_sequences: Annotated[list[StopString] | None, Field(description="End the answer.")] = None
-    temperature: Annotated[float | None, Field(ge=0, le=1e6, description="As in a chat.")] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1, description="As in a chat.")] = None
-    top_k: Annotated[int | None, Field(ge=-1, le=2**63, description="As in a chat.")] = None
+    max_tokens: NewTokens = about("Longest answer.")
+    stream: bool = about("Send events.", False)
+    stop_sequences: list[StopString] | None = about("End the answer.", None)
+    temperature: float | None = about("As in a chat.", None, ge=0, le=1e6)
+    top_p: float | None = about("As in a chat.", None, gt=0, le=1)
+    top_k: int | None = about("As in a chat.", None, ge=-1, le=2**63)
 
     def chat(self) -> dict[str, Any]:
         """As the body of a chat."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from router.http.body import Body, OneOf, Refused
+from router.http.body import Body, OneOf, Refused, about
 from router.http.limits import MAX_CHOICES
 from router.request.fields import (
     CHOSEN_HERE,
@@ -23,23 +23,23 @@ from router.request.fields import (
 )
 from router.request.sampling import JsonSchema, NewTokens, SamplingBody, Seed
 
-NoEffect = Annotated[Any, Field(description="Taken from OpenAI's clients; has no effect.")]
+NoEffect = Annotated[Any, about("Taken from OpenAI's clients; has no effect.")]
 
 
 class StreamOptions(Body):
     """The usage that a stream has beside the text."""
 
-    include_usage: Annotated[bool, Field(description="A last event with the usage.")] = False
-    continuous_usage_stats: Annotated[bool, Field(description="The usage so far in every event.")] = False
+    include_usage: bool = about("A last event with the usage.", False)
+    continuous_usage_stats: bool = about("The usage so far in every event.", False)
 
 
 class NamedSchema(Body):
     """`response_format.json_schema`."""
 
-    name: Annotated[str | None, Field(max_length=256, description="Has no effect.")] = None
-    description: Annotated[str | None, Field(max_length=65_536, description="Has no effect.")] = None
-    strict: Annotated[bool, Field(description="Has no effect: a schema is always kept to.")] = True
-    json_schema: Annotated[JsonSchema, Field(alias="schema", description="The JSON schema.")] = None
+    name: str | None = about("Has no effect.", None, max_length=256)
+    description: str | None = about("Has no effect.", None, max_length=65_536)
+    strict: bool = about("Has no effect: a schema is always kept to.", True)
+    json_schema: JsonSchema = about("The JSON schema.", None, alias="schema")
 
 
 UNBOUNDED = BeforeValidator(lambda number: None if number == -1 else number)
@@ -49,43 +49,35 @@ UNBOUNDED = BeforeValidator(lambda number: None if number == -1 else number)
 class ResponseFormat(Body):
     """Asks for JSON, as OpenAI does."""
 
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"],
-        Field(description="Anything, some JSON object, or what `json_schema` describes."),
-    ]
-    json_schema: Annotated[
-        NamedSchema | None, Field(description="The schema, where `type` is json_schema.")
-    ] = None
-    object_schema: Annotated[
-        JsonSchema,
-        Field(alias="schema", description="The schema, where `type` is json_object; any by default."),
-    ] = None
+    type: Literal["text", "json_object", "json_schema"] = about(
+        "Anything, some JSON object, or what `json_schema` describes."
+    )
+    json_schema: NamedSchema | None = about("The schema, where `type` is json_schema.", None)
+    object_schema: JsonSchema = about(
+        "The schema, where `type` is json_object; any by default.", None, alias="schema"
+    )
 
 
 class OpenAIBody(SamplingBody):
     """The fields of both routes: OpenAI's, and some of SGLang and vLLM."""
 
-    model: Annotated[
-        str | None, Field(max_length=1024, description="The served one; it may be left out.")
-    ] = None
-    max_tokens: Annotated[
-        NewTokens | None, UNBOUNDED, Field(description="Longest answer; -1 is as if it were left out.")
-    ] = None
-    max_completion_tokens: Annotated[
-        NewTokens | None, UNBOUNDED, Field(description="Newer name of `max_tokens`.")
-    ] = None
-    min_tokens: Annotated[NewTokens, Field(description="Nothing ends it before.")] = 0
+    model: str | None = about("The served one; it may be left out.", None, max_length=1024)
+    max_tokens: Annotated[NewTokens | None, UNBOUNDED] = about(
+        "Longest answer; -1 is as if it were left out.", None
+    )
+    max_completion_tokens: Annotated[NewTokens | None, UNBOUNDED] = about("Newer name of `max_tokens`.", None)
+    min_tokens: NewTokens = about("Nothing ends it before.", 0)
     seed: Seed = None
-    response_format: Annotated[ResponseFormat | None, Field(description="Asks for JSON.")] = None
-    stream: Annotated[bool, Field(description="Send events, each with what is new.")] = False
-    stream_options: Annotated[StreamOptions | None, Field(description="For a stream.")] = None
+    response_format: ResponseFormat | None = about("Asks for JSON.", None)
+    stream: bool = about("Send events, each with what is new.", False)
+    stream_options: StreamOptions | None = about("For a stream.", None)
     return_timeline: ReturnTimeline = False
     rid: Rids = None
     priority: Priority = 0
     routing_key: RoutingKey = None
-    extra_key: Annotated[ExtraKey, Field(description="Requests with different keys share no cache.")] = ""
+    extra_key: ExtraKey = about("Requests with different keys share no cache.", "")
     user: NoEffect = None
-    include_stop_str_in_output: Annotated[bool, Field(description="vLLM's name of `no_stop_trim`.")] = False
+    include_stop_str_in_output: bool = about("vLLM's name of `no_stop_trim`.", False)
     lora_path: Annotated[Any, Refused()] = None
     return_hidden_states: Annotated[Any, Refused((False,))] = None
     return_routed_experts: Annotated[Any, Refused((False,))] = None
@@ -121,19 +113,13 @@ class CompletionBody(OpenAIBody):
                 "list[list]": IdRows,
             },
         ),
-        Field(description="Text or token ids, one prompt or several."),
-    ]
+    ] = about("Text or token ids, one prompt or several.")
     add_special_tokens: AddSpecialTokens = True
-    echo: Annotated[bool, Field(description="The answer begins with the prompt.")] = False
-    logprobs: Annotated[
-        TopNum | None,
-        BeforeValidator(lambda value: None if value is False else value),
-        Field(description="Tell the logprobs of tokens, and of so many of the likeliest at each position."),
-    ] = None
-    best_of: Annotated[
-        int | None,
-        Field(
-            ge=1, le=MAX_CHOICES, description="Generate so many, and tell the `n` likeliest by mean logprob."
-        ),
-    ] = None
+    echo: bool = about("The answer begins with the prompt.", False)
+    logprobs: Annotated[TopNum | None, BeforeValidator(lambda value: None if value is False else value)] = (
+        about("Tell the logprobs of tokens, and of so many of the likeliest at each position.", None)
+    )
+    best_of: int | None = about(
+        "Generate so many, and tell the `n` likeliest by mean logprob.", None, ge=1, le=MAX_CHOICES
+    )
     suffix: Annotated[Any, Refused(("",))] = None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from pydantic import Field
 
 from router.http.api_keys import AdminGuard
-from router.http.body import Body, JsonRoute, Refused
+from router.http.body import Body, JsonRoute, Refused, about
 from router.nodes.fleet_answers import Traces
 from router.nodes.membership import Membership
 from shared.errors import RequestError
@@ -22,11 +21,9 @@ _MAX_STEPS = 100_000
 class StartProfileBody(Body):
     """Field names are SGLang's; where traces go is the node's `--profile-dir`, not the client's."""
 
-    num_steps: Annotated[
-        int, Field(ge=0, le=_MAX_STEPS, description="So many forwards; 0: until /stop_profile.")
-    ] = 0
-    with_stack: Annotated[bool, Field(description="With the Python stack of each operation.")] = False
-    record_shapes: Annotated[bool, Field(description="With the shapes of each operation's inputs.")] = False
+    num_steps: int = about("So many forwards; 0: until /stop_profile.", 0, ge=0, le=_MAX_STEPS)
+    with_stack: bool = about("With the Python stack of each operation.", False)
+    record_shapes: bool = about("With the shapes of each operation's inputs.", False)
     output_dir: Annotated[Any, Refused(why="the node's --profile-dir to say")] = None
 
 

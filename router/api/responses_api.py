@@ -21,7 +21,7 @@ from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionN
 from router.api.openai_bodies import UNBOUNDED, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused
+from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
 from router.http.responses import StreamForm, error_body
 from router.request.finish_reason import AbortReason, LengthReason
 from router.request.generation import Generation
@@ -34,18 +34,17 @@ from shared.errors import RequestError
 class InputText(Body):
     """A part of a message."""
 
-    type: Annotated[
-        Literal["input_text", "output_text", "reasoning_text", "summary_text"],
-        Field(description="Only text is served."),
-    ]
-    text: Annotated[str, Field(description="Follows the part before it without a gap.")]
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"] = about(
+        "Only text is served."
+    )
+    text: str = about("Follows the part before it without a gap.")
 
 
 class Refusal(Body):
     """A part of an assistant's message."""
 
-    type: Annotated[Literal["refusal"], Field(description="As the assistant said it.")]
-    refusal: Annotated[str, Field(description="Counts as text.")]
+    type: Literal["refusal"] = about("As the assistant said it.")
+    refusal: str = about("Counts as text.")
 
 
 _Part = Annotated[
@@ -70,41 +69,41 @@ _Parts = Annotated[
 class MessageItem(Body):
     """A message."""
 
-    type: Annotated[Literal["message"], Field(description="May be left out.")] = "message"
-    role: Annotated[Literal["system", "developer", "user", "assistant"], Field(description="The author.")]
-    content: Annotated[_Parts, Field(description="Text, or parts of it.")]
+    type: Literal["message"] = about("May be left out.", "message")
+    role: Literal["system", "developer", "user", "assistant"] = about("The author.")
+    content: _Parts = about("Text, or parts of it.")
 
 
 class CallItem(Body):
     """A call that the assistant has made."""
 
-    type: Annotated[Literal["function_call"], Field(description="Only functions are served.")]
-    call_id: Annotated[str, Field(max_length=256, description="Named by the tool's answer.")]
+    type: Literal["function_call"] = about("Only functions are served.")
+    call_id: str = about("Named by the tool's answer.", max_length=256)
     name: FunctionName
-    arguments: Annotated[str, Field(description="JSON in a string.")]
+    arguments: str = about("JSON in a string.")
 
 
 class CallOutputItem(Body):
     """A tool's answer."""
 
-    type: Annotated[Literal["function_call_output"], Field(description="Only functions are served.")]
-    call_id: Annotated[str, Field(max_length=256, description="The call that it answers.")]
-    output: Annotated[_Parts, Field(description="What the tool has said.")]
+    type: Literal["function_call_output"] = about("Only functions are served.")
+    call_id: str = about("The call that it answers.", max_length=256)
+    output: _Parts = about("What the tool has said.")
 
 
 class ReasoningItem(Body):
     """What the model has reasoned."""
 
-    type: Annotated[Literal["reasoning"], Field(description="Of an earlier answer.")]
-    content: Annotated[_Parts, Field(description="All of it.")] = ""
-    summary: Annotated[_Parts, Field(description="Used where there is no content.")] = ""
+    type: Literal["reasoning"] = about("Of an earlier answer.")
+    content: _Parts = about("All of it.", "")
+    summary: _Parts = about("Used where there is no content.", "")
 
 
 class ItemReference(Body):
     """An item of a response that the server keeps."""
 
-    type: Annotated[Literal["item_reference"], Field(description="Needs --max-stored-responses.")]
-    id: Annotated[str, Field(max_length=256, description="As the response has it.")]
+    type: Literal["item_reference"] = about("Needs --max-stored-responses.")
+    id: str = about("As the response has it.", max_length=256)
 
 
 _Item = Annotated[
@@ -126,39 +125,36 @@ _Item = Annotated[
 class ResponsesTool(Body):
     """A function that the model may call."""
 
-    type: Annotated[Literal["function"], Field(description="Built-in tools are not served.")]
+    type: Literal["function"] = about("Built-in tools are not served.")
     name: FunctionName
-    description: Annotated[str | None, Field(description="For the chat template.")] = None
-    parameters: Annotated[dict[str, Any] | None, Field(description="The JSON schema of its arguments.")] = (
-        None
-    )
-    strict: Annotated[bool, Field(description="A call keeps to the schema.")] = False
+    description: str | None = about("For the chat template.", None)
+    parameters: dict[str, Any] | None = about("The JSON schema of its arguments.", None)
+    strict: bool = about("A call keeps to the schema.", False)
 
 
 class NamedFunction(Body):
     """The tool to call."""
 
-    type: Annotated[Literal["function"], Field(description="Only functions are served.")]
+    type: Literal["function"] = about("Only functions are served.")
     name: FunctionName
 
 
 class AllowedFunctions(Body):
     """A choice among some of the tools."""
 
-    type: Annotated[Literal["allowed_tools"], Field(description="As OpenAI names it.")]
-    mode: Annotated[Literal["auto", "required"], Field(description="As for `tool_choice`.")] = "auto"
-    tools: Annotated[
-        list[NamedFunction], FailFast(), Field(min_length=1, max_length=MAX_TOOLS, description="Which ones.")
-    ]
+    type: Literal["allowed_tools"] = about("As OpenAI names it.")
+    mode: Literal["auto", "required"] = about("As for `tool_choice`.", "auto")
+    tools: Annotated[list[NamedFunction], FailFast()] = about(
+        "Which ones.", min_length=1, max_length=MAX_TOOLS
+    )
 
 
 class Reasoning(Body):
     """How much the model reasons."""
 
-    effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
-        Field(description="As a chat's `reasoning_effort`."),
-    ] = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = about(
+        "As a chat's `reasoning_effort`.", None
+    )
     summary: NoEffect = None
     generate_summary: NoEffect = None
 
@@ -166,39 +162,37 @@ class Reasoning(Body):
 class TextFormat(Body):
     """Asks for JSON."""
 
-    type: Annotated[
-        Literal["text", "json_object", "json_schema"],
-        Field(description="Anything, some JSON object, or what `schema` describes."),
-    ]
+    type: Literal["text", "json_object", "json_schema"] = about(
+        "Anything, some JSON object, or what `schema` describes."
+    )
     name: NoEffect = None
     description: NoEffect = None
     strict: NoEffect = None
-    json_schema: Annotated[Any, Field(alias="schema", description="Where `type` is json_schema.")] = None
+    json_schema: Any = about("Where `type` is json_schema.", None, alias="schema")
 
 
 class TextOptions(Body):
     """About the text of the answer."""
 
-    format: Annotated[TextFormat | None, Field(description="Any text by default.")] = None
+    format: TextFormat | None = about("Any text by default.", None)
     verbosity: Annotated[Any, Refused(("medium",))] = None
 
 
 class ResponsesBody(Body):
     """A conversation, to be continued by the assistant."""
 
-    model: Annotated[str | None, Field(max_length=1024, description="The served one.")] = None
+    model: str | None = about("The served one.", None, max_length=1024)
     input: Annotated[
         str | list[_Item],
         OneOf(
             "a string or a list of items",
             {"str": str, "list": Annotated[list[_Item], FailFast(), Field(max_length=MAX_MESSAGES)]},
         ),
-        Field(description="What the user says, or the conversation."),
-    ]
-    instructions: Annotated[str | None, Field(description="A system message before the conversation.")] = None
-    tools: Annotated[
-        list[ResponsesTool] | None, FailFast(), Field(max_length=MAX_TOOLS, description="May be called.")
-    ] = None
+    ] = about("What the user says, or the conversation.")
+    instructions: str | None = about("A system message before the conversation.", None)
+    tools: Annotated[list[ResponsesTool] | None, FailFast()] = about(
+        "May be called.", None, max_length=MAX_TOOLS
+    )
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
         OneOf(
@@ -209,20 +203,19 @@ class ResponsesBody(Body):
                 "dict[allowed_tools]": AllowedFunctions,
             },
         ),
-        Field(description="As a chat's."),
-    ] = None
-    parallel_tool_calls: Annotated[bool, Field(description="As a chat's.")] = True
-    max_output_tokens: Annotated[NewTokens | None, UNBOUNDED, Field(description="Longest answer.")] = None
-    temperature: Annotated[float | None, Field(ge=0, le=1e6, description="As in a chat.")] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1, description="As in a chat.")] = None
-    reasoning: Annotated[Reasoning | None, Field(description="How much the model reasons.")] = None
-    text: Annotated[TextOptions | None, Field(description="Asks for JSON.")] = None
-    stream: Annotated[bool, Field(description="Send events.")] = False
-    store: Annotated[bool, Field(description="Keep it, if the server keeps any.")] = True
-    previous_response_id: Annotated[
-        str | None, Field(max_length=256, description="The kept response that this one continues.")
-    ] = None
-    metadata: Annotated[dict[str, Any] | None, Field(description="Is in the answer as it came.")] = None
+    ] = about("As a chat's.", None)
+    parallel_tool_calls: bool = about("As a chat's.", True)
+    max_output_tokens: Annotated[NewTokens | None, UNBOUNDED] = about("Longest answer.", None)
+    temperature: float | None = about("As in a chat.", None, ge=0, le=1e6)
+    top_p: float | None = about("As in a chat.", None, gt=0, le=1)
+    reasoning: Reasoning | None = about("How much the model reasons.", None)
+    text: TextOptions | None = about("Asks for JSON.", None)
+    stream: bool = about("Send events.", False)
+    store: bool = about("Keep it, if the server keeps any.", True)
+    previous_response_id: str | None = about(
+        "The kept response that this one continues.", None, max_length=256
+    )
+    metadata: dict[str, Any] | None = about("Is in the answer as it came.", None)
     truncation: Annotated[Any, Refused(("disabled",), why="not supported: a prompt is never cut")] = None
     include: Annotated[
         Any, Refused(([], ["reasoning.encrypted_content"]), why="not supported but for encrypted reasoning")

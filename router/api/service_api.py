@@ -11,12 +11,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from msgspec.structs import asdict, replace
-from pydantic import Field
 
 from router.api.generate_api import WEIGHT_VERSION
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.api_keys import AdminGuard
-from router.http.body import Body, JsonRoute, OneOf
+from router.http.body import Body, JsonRoute, OneOf, about
 from router.http.limits import HttpLimits
 from router.http.responses import json_response, while_connected
 from router.nodes.fleet_answers import (
@@ -50,27 +49,23 @@ class TokenizeBody(Body):
     """The body of /tokenize."""
 
     prompt: Annotated[
-        str | list[str],
-        OneOf("a string or a list of strings", {"str": str, "list": Texts}),
-        Field(description="One text, or several."),
-    ]
-    add_special_tokens: Annotated[bool, Field(description="As a prompt gets them.")] = True
+        str | list[str], OneOf("a string or a list of strings", {"str": str, "list": Texts})
+    ] = about("One text, or several.")
+    add_special_tokens: bool = about("As a prompt gets them.", True)
 
 
 class DetokenizeBody(Body):
     """The body of /detokenize."""
 
-    tokens: Annotated[IdPrompts, Field(description="One list of token ids, or several.")]
-    skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
+    tokens: IdPrompts = about("One list of token ids, or several.")
+    skip_special_tokens: bool = about("Leaves them out of the text.", True)
 
 
 class AbortBody(Body):
     """The body of /abort_request."""
 
-    rid: Annotated[
-        str | None, Field(max_length=_MAX_ABORTED_CHARS, description="A request, or a batch, by its name.")
-    ] = None
-    abort_all: Annotated[bool, Field(description="Every request.")] = False
+    rid: str | None = about("A request, or a batch, by its name.", None, max_length=_MAX_ABORTED_CHARS)
+    abort_all: bool = about("Every request.", False)
 
 
 FlushTimeout = Annotated[

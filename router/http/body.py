@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import pydantic
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -58,6 +58,11 @@ class Body(BaseModel):
             if name not in whole.get("required", ()):
                 whole["properties"][name] = _or_null(field)
         return described
+
+
+def about(description: str, default: object = ..., **bounds: Any) -> Any:
+    """pydantic's Field, with a description for the OpenAPI document."""
+    return Field(default, description=description, **bounds)
 
 
 def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:

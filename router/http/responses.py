@@ -9,11 +9,11 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
-from pydantic import Field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from router.http.answer import Answer
+from router.http.body import about
 from shared.errors import RequestError
 from shared.log import crash
 
@@ -44,10 +44,10 @@ _ERROR_TYPES = {
 class ErrorDetail(Answer, kw_only=True, frozen=True):
     """The parts of an error."""
 
-    message: Annotated[str, Field(description="Names field, value and bound.")]
-    type: Annotated[str, Field(description="The kind of error, such as invalid_request_error.")]
-    code: Annotated[str | None, Field(description="The name of what is wrong, where it has one.")]
-    param: Annotated[str | None, Field(description="The field at fault, where it is one.")]
+    message: Annotated[str, about("Names field, value and bound.")]
+    type: Annotated[str, about("The kind of error, such as invalid_request_error.")]
+    code: Annotated[str | None, about("The name of what is wrong, where it has one.")]
+    param: Annotated[str | None, about("The field at fault, where it is one.")]
 
 
 class ErrorAnswer(Answer, kw_only=True, frozen=True):

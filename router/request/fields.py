@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar, cast
 from pydantic import Field, WithJsonSchema
 
 from router.dispatch.live_rids import Claim
-from router.http.body import FailFast, OneOf
+from router.http.body import FailFast, OneOf, about
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
 from router.http.wording import wrong
 from router.request.prompt import Prompt
@@ -45,9 +45,9 @@ Rids = Annotated[
         "a string or a list of strings",
         {"str": Rid, "list": Annotated[list[Rid], FailFast(), Field(max_length=MAX_BATCH_SIZE)]},
     ),
-    Field(description="Names the request, for /abort_request; no other that runs may have the same."),
+    about("Names the request, for /abort_request; no other that runs may have the same."),
 ]
-ReturnTimeline = Annotated[bool, Field(description="Tell when it was in which stage, and on which node.")]
+ReturnTimeline = Annotated[bool, about("Tell when it was in which stage, and on which node.")]
 CHOSEN_HERE = "the router's to choose"
 """The error text for fields that name the nodes of a request or how they connect."""
 TopNum = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -57,23 +57,21 @@ MAX_PRIORITY = 1000
 MAX_ROUTING_KEY_CHARS = 256
 ROUTING_KEY_HEADER = "x-smg-routing-key"
 """SGLang's name. Proxies in front of a fleet set this header, since they do not rewrite bodies."""
-AddSpecialTokens = Annotated[
-    bool, Field(description="A text gets those that the tokenizer adds, such as the BOS.")
-]
+AddSpecialTokens = Annotated[bool, about("A text gets those that the tokenizer adds, such as the BOS.")]
 Priority = Annotated[
     int,
-    Field(
+    about(
+        "Higher is served first, where the nodes have --enable-priority-scheduling.",
         ge=-MAX_PRIORITY,
         le=MAX_PRIORITY,
-        description="Higher is served first, where the nodes have --enable-priority-scheduling.",
     ),
 ]
 RoutingKey = Annotated[
     str | None,
-    Field(
-        max_length=MAX_ROUTING_KEY_CHARS,
-        description="Requests with one key are grouped under --schedule-policy routing-key. "
+    about(
+        "Requests with one key are grouped under --schedule-policy routing-key. "
         "The header X-SMG-Routing-Key counts where this is left out.",
+        max_length=MAX_ROUTING_KEY_CHARS,
     ),
 ]
 

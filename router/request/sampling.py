@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from router.http.body import Body, FailFast, OneOf, Refused, must
+from router.http.body import Body, FailFast, OneOf, Refused, about, must
 from router.http.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
 from router.http.wording import shown, wrong
 from router.request.fields import TokenIds, check_token_ids
@@ -41,7 +41,7 @@ NewTokens = Annotated[int, Field(ge=0, le=_ANY_COUNT)]
 """Clients ask for as many tokens as fit by any large number, which is clipped to context and pool."""
 Seed = Annotated[
     int | None,
-    Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="Same seed, same sample; a random one by default."),
+    about("Same seed, same sample; a random one by default.", ge=-MAX_SEED - 1, le=MAX_SEED),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopPattern = Annotated[str, Field(min_length=1, max_length=MAX_STOP_REGEX_CHARS)]
@@ -93,35 +93,21 @@ class DialectFields:
 class SamplingBody(Body):
     """The fields that have one name in both dialects."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Answers to each prompt; at most --max-n.")] = 1
-    temperature: Annotated[
-        float, Field(ge=0, le=1e6, description="Divides the logits; 0 takes the most likely token.")
-    ] = 1.0
-    top_p: Annotated[
-        float, Field(gt=0, le=1, description="Samples from the likeliest tokens that have this share.")
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        Field(ge=-1, le=_ANY_COUNT, description="Samples from this many of the likeliest tokens; -1: all."),
-        must("-1 (all tokens) or at least 1", lambda top_k: top_k != 0),
-    ] = -1
-    min_p: Annotated[
-        float, Field(ge=0, le=1, description="Drops tokens below this share of the likeliest one's.")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        Penalty, Field(description="Taken off a logit for each time its token was generated.")
-    ] = 0.0
-    presence_penalty: Annotated[
-        Penalty, Field(description="Taken off a logit once its token was generated.")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float,
-        Field(gt=0, le=MAX_PENALTY, description="Makes tokens of prompt and output less likely above 1."),
-    ] = 1.0
-    logit_bias: Annotated[
-        dict[BiasedTokenId, Bias] | None,
-        Field(max_length=MAX_BIASED_TOKENS, description="From token ids to what is added to their logits."),
-    ] = None
+    n: int = about("Answers to each prompt; at most --max-n.", 1, ge=1, le=MAX_CHOICES)
+    temperature: float = about("Divides the logits; 0 takes the most likely token.", 1.0, ge=0, le=1e6)
+    top_p: float = about("Samples from the likeliest tokens that have this share.", 1.0, gt=0, le=1)
+    top_k: Annotated[int, must("-1 (all tokens) or at least 1", lambda top_k: top_k != 0)] = about(
+        "Samples from this many of the likeliest tokens; -1: all.", -1, ge=-1, le=_ANY_COUNT
+    )
+    min_p: float = about("Drops tokens below this share of the likeliest one's.", 0.0, ge=0, le=1)
+    frequency_penalty: Penalty = about("Taken off a logit for each time its token was generated.", 0.0)
+    presence_penalty: Penalty = about("Taken off a logit once its token was generated.", 0.0)
+    repetition_penalty: float = about(
+        "Makes tokens of prompt and output less likely above 1.", 1.0, gt=0, le=MAX_PENALTY
+    )
+    logit_bias: dict[BiasedTokenId, Bias] | None = about(
+        "From token ids to what is added to their logits.", None, max_length=MAX_BIASED_TOKENS
+    )
     stop: Annotated[
         str | list[str] | None,
         OneOf(
@@ -131,12 +117,10 @@ class SamplingBody(Body):
                 "list": Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOPS)],
             },
         ),
-        Field(description="The text ends before the first of these that comes; at most --max-stops."),
-    ] = None
-    stop_token_ids: Annotated[
-        TokenIds | None,
-        Field(max_length=_MAX_STOP_IDS, description="Token ids that end it, beside the model's."),
-    ] = None
+    ] = about("The text ends before the first of these that comes; at most --max-stops.", None)
+    stop_token_ids: TokenIds | None = about(
+        "Token ids that end it, beside the model's.", None, max_length=_MAX_STOP_IDS
+    )
     stop_regex: Annotated[
         str | list[str] | None,
         OneOf(
@@ -146,19 +130,18 @@ class SamplingBody(Body):
                 "list": Annotated[list[StopPattern], FailFast(), Field(max_length=MAX_STOP_REGEXES)],
             },
         ),
-        Field(
-            description="And before the first match of one of these (`re`'s syntax), looked for after every token."
-        ),
-    ] = None
-    ignore_eos: Annotated[bool, Field(description="The model's own end tokens do not end it.")] = False
-    no_stop_trim: Annotated[bool, Field(description="What matched stays in the text.")] = False
-    skip_special_tokens: Annotated[bool, Field(description="Leaves them out of the text.")] = True
-    spaces_between_special_tokens: Annotated[
-        bool, Field(description="Only mattered to slow tokenizers: both values are served alike.")
-    ] = True
-    json_schema: Annotated[JsonSchema, Field(description="The text is JSON of this schema.")] = None
-    regex: Annotated[GrammarText | None, Field(description="The text matches this.")] = None
-    ebnf: Annotated[GrammarText | None, Field(description="The text matches this, from `root`.")] = None
+    ] = about(
+        "And before the first match of one of these (`re`'s syntax), looked for after every token.", None
+    )
+    ignore_eos: bool = about("The model's own end tokens do not end it.", False)
+    no_stop_trim: bool = about("What matched stays in the text.", False)
+    skip_special_tokens: bool = about("Leaves them out of the text.", True)
+    spaces_between_special_tokens: bool = about(
+        "Only mattered to slow tokenizers: both values are served alike.", True
+    )
+    json_schema: JsonSchema = about("The text is JSON of this schema.", None)
+    regex: GrammarText | None = about("The text matches this.", None)
+    ebnf: GrammarText | None = about("The text matches this, from `root`.", None)
     structural_tag: Annotated[Any, Refused()] = None
     custom_params: Annotated[Any, Refused(({},))] = None
     # Fields of vLLM. They are refused, since an answer that ignores them would look as if it followed them.
