@@ -30,8 +30,7 @@ from starlette.types import ASGIApp
 from router.api.answering import Desk
 from router.api.fleet_api import fleet_admin_routes, fleet_guards
 from router.api.generate_api import generate_routes
-from router.api.live_api import live_routes
-from router.api.live_state import LiveState
+from router.api.live_state import LiveState, live_routes
 from router.api.messages_api import messages_routes
 from router.api.openai_api import openai_routes
 from router.api.openapi import ERRORS, openapi_document

@@ -289,7 +289,7 @@ class _Output:
         logprobs = await self._logprobs.so_far()
         generation = self._generation
         return GenerateAnswer(
-            text=generation.text,
+            text=generation.output.text,
             output_ids=generation.output_ids,
             meta_info=meta_info(generation, with_timeline=self._with_timeline, logprobs=logprobs),
             index=generation.index if with_index else UNSET,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from router.http.body import Body, FailFast, OneOf, Refused, about
+from router.http.body import Body, FailFast, OneOf, Refused, about, one_or_more
 from router.request.fields import (
     CHOSEN_HERE,
     AddSpecialTokens,
@@ -30,25 +30,17 @@ ScoredIds = Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS_LOGPROB)]
 
 ReturnLogprob = Annotated[
     bool | list[bool | None],
-    OneOf(
-        "true or false, or a list of them", {"bool": bool, "list": Annotated[list[bool | None], FailFast()]}
-    ),
+    one_or_more("true or false, or a list of them", "bool", bool | None),
     about("Tell the logprobs of output tokens."),
 ]
 LogprobStartLen = Annotated[
     int | list[int | None],
-    OneOf(
-        "an integer or a list of integers",
-        {"int": StartLen, "list": Annotated[list[StartLen | None], FailFast()]},
-    ),
+    one_or_more("an integer or a list of integers", "int", StartLen | None),
     about("Tell those of prompt tokens too, from this position on; -1: of none."),
 ]
 TopLogprobsNum = Annotated[
     int | list[int | None],
-    OneOf(
-        "an integer or a list of integers",
-        {"int": TopNum, "list": Annotated[list[TopNum | None], FailFast()]},
-    ),
+    one_or_more("an integer or a list of integers", "int", TopNum | None),
     about("And of so many of the likeliest tokens at each position."),
 ]
 TokenIdsLogprob = Annotated[
@@ -121,10 +113,7 @@ class GenerateBody(Body):
     routing_key: RoutingKey = None
     extra_key: Annotated[
         str | list[str | None] | None,
-        OneOf(
-            "a string or a list of strings",
-            {"str": ExtraKey, "list": Annotated[list[ExtraKey | None], FailFast()]},
-        ),
+        one_or_more("a string or a list of strings", "str", ExtraKey | None),
     ] = about("Prompts with different keys share no cache.", None)
     return_hidden_states: Annotated[Any, Refused((False,))] = None
     return_routed_experts: Annotated[Any, Refused((False,))] = None

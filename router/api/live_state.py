@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from fastapi import APIRouter, Request, Response
 
-from router.api.fleet_verdict import fleet_verdict
-from router.api.links_words import links_words
 from router.api.live_feed import (
     MAX_SAMPLES,
     PERCENTILES,
@@ -26,15 +25,43 @@ from router.api.live_feed import (
     NodeNow,
     RouterNow,
     Sample,
+    fleet_verdict,
 )
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.recent_traffic import WINDOW_ROLLS, RecentTraffic
+from router.http.responses import EventStream, event_stream, stream_response
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
 from router.text.served_model import ModelSlot
-from shared.protocol.messages import Role
+from shared.protocol.messages import LinkReport, Role
 from shared.timeline import Clock
+
+
+def links_words(links: Iterable[LinkReport]) -> list[str]:
+    """A text for each transport and each set of reasons why it is not a better one.
+
+    It has what rehearsals measured, and how many of these links are much slower now.
+    """
+    alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[LinkReport]] = {}
+    for link in links:
+        alike.setdefault((link.transport, tuple(link.passed_over.items())), []).append(link)
+    return [_words(transport, passed_over, of) for (transport, passed_over), of in sorted(alike.items())]
+
+
+def _words(transport: str, passed_over: Sequence[tuple[str, str]], links: Sequence[LinkReport]) -> str:
+    text = f"{len(links)} {transport}"
+    if rates := [link.gb_s for link in links if link.gb_s]:
+        text += f", {_range(rates)} GB/s, {_range([link.latency_ms for link in links])} ms"
+    if slow := [link.slow_gb_s for link in links if link.slow_gb_s]:
+        text += f", {len(slow)} slow now: {_range(slow)} GB/s"
+    return "; ".join([text, *(f"not {name}: {reason}" for name, reason in passed_over)])
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = (f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
 
 _SHORTEST_RATE_S = 0.5
 _STATES: Mapping[MemberState, str] = {
@@ -259,3 +286,20 @@ def _added_up(nodes: Iterable[NodeNow]) -> FleetSample:
     total = {name: sum(getattr(node, name) for node in nodes) for name in names}
     total["num_queue_reqs"] += sum(node.num_bootstrapping_reqs for node in nodes)
     return FleetSample(num_nodes=len(nodes), **total)
+
+
+def live_routes(live: LiveState) -> APIRouter:
+    """The feed, and one event of it."""
+    router = APIRouter(tags=["State"])
+
+    @router.get("/live", status_code=200, response_class=EventStream, responses=event_stream(LiveEvent))
+    async def feed(request: Request) -> Response:
+        """Server-sent events, one a second: router, nodes and samples (see `router/api/live_feed.py`)."""
+        return await stream_response(request, live.feed())
+
+    @router.get("/live/state")
+    async def state() -> LiveEvent:
+        """The same as one JSON object, with the samples of the last ten minutes."""
+        return live.event()
+
+    return router

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from router.dispatch.stages import Start, StartStage
 from router.http.answer import Answer
 from router.http.body import about
-from router.request.finish_reason import FinishReason
+from router.request.output_text import FinishReason
 from shared.protocol.messages import Stamp
 
 ScoredToken = Annotated[

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request, Response
 
 from router.api.answering import Desk
-from router.api.chat_bodies import ChatBody
 from router.api.openai_answers import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
-from router.api.openai_bodies import CompletionBody
+from router.api.openai_bodies import ChatBody, CompletionBody
 from router.api.openai_requests import read_chat, read_completion, unknown_model
 from router.api.openai_shapes import ChatShape, CompletionShape
 from router.http.body import JsonRoute

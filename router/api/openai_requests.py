@@ -10,8 +10,17 @@ from typing import Any
 import msgspec
 import pydantic
 
-from router.api.chat_bodies import AllowedTools, ChatBody, ChatInputMessage, EarlierCall, NamedTool
-from router.api.openai_bodies import CompletionBody, OpenAIBody, ResponseFormat, StreamOptions
+from router.api.openai_bodies import (
+    AllowedTools,
+    ChatBody,
+    ChatInputMessage,
+    CompletionBody,
+    EarlierCall,
+    NamedTool,
+    OpenAIBody,
+    ResponseFormat,
+    StreamOptions,
+)
 from router.api.tool_calls import EnforcedCalls, ForcedCall, Reasoning, of_objects
 from router.http.body import wrong_input
 from router.http.limits import HttpLimits

@@ -37,8 +37,8 @@ from router.api.openai_requests import OpenAIRequest
 from router.api.tool_calls import ForcedCall
 from router.http.answer import Answer
 from router.http.responses import DATA_ONLY
-from router.request.finish_reason import LengthReason, StopReason, kind_of
 from router.request.generation import Generation, GenerationGroup
+from router.request.output_text import LengthReason, StopReason, kind_of
 from router.text.reply_parser import CallDelta, ReplyDelta
 from router.text.served_model import ServedModel
 
@@ -150,7 +150,7 @@ class CompletionShape(OpenAIShape):
             self._choice(
                 index,
                 g,
-                self._echo(g) + g.text,
+                self._echo(g) + g.output.text,
                 self._logprobs(g, prompt=self._echoes is not None, output_from=0),
             )
             for index, g in enumerate(chosen)
@@ -273,9 +273,9 @@ class ChatShape(OpenAIShape):
     def _choice(self, index: int, generation: Generation) -> ChatChoice:
         reader = self._reader(generation)
         if reader is None:
-            message = ChatMessage(content=generation.text)
+            message = ChatMessage(content=generation.output.text)
         else:
-            said = reader.feed(generation.texts, generation.end, is_cut=_is_cut(generation))
+            said = reader.feed(generation.output.texts, generation.output.end, is_cut=_is_cut(generation))
             calls = list(_whole_calls(said.calls))
             content = (
                 None if isinstance(self._reads, ForcedCall) or (calls and not said.content) else said.content
@@ -292,8 +292,8 @@ class ChatShape(OpenAIShape):
     def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatDelta:
         if reader is None:
             return ChatDelta(content=text or UNSET)
-        end = generation.end if generation.finish_reason is not None else None
-        said = reader.feed(generation.texts[reader.num_tokens :], end, is_cut=_is_cut(generation))
+        end = generation.output.end if generation.finish_reason is not None else None
+        said = reader.feed(generation.output.texts[reader.num_tokens :], end, is_cut=_is_cut(generation))
         calls = [_call_delta(call) for call in said.calls]
         return ChatDelta(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
 

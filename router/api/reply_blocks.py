@@ -16,8 +16,8 @@ from typing import Any, Literal
 from router.api.openai_requests import OpenAIRequest
 from router.api.openai_shapes import ReplyReader
 from router.http.responses import StreamForm
-from router.request.finish_reason import LengthReason
 from router.request.generation import Generation, GenerationGroup
+from router.request.output_text import LengthReason
 from router.text.reply_parser import ReplyDelta
 from router.text.served_model import ServedModel
 
@@ -70,13 +70,13 @@ class ReplyBlocks:
 
     def advance(self, generation: Generation) -> Iterator[Change]:
         """What the tokens add that have come since the last time; with the end of the sequence, that of its block."""
-        texts = generation.texts[self._num_read :]
+        texts = generation.output.texts[self._num_read :]
         self._num_read += len(texts)
         for text in texts:  # one by one, so that what they add keeps its order
             yield from self._told(self._read([text]))
         if generation.finish_reason is not None:
             is_cut = isinstance(generation.finish_reason, LengthReason)
-            yield from self._told(self._read([], generation.end, is_cut=is_cut))
+            yield from self._told(self._read([], generation.output.end, is_cut=is_cut))
             if not self.blocks:
                 yield self._begin("content")
             yield from self._end()

@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
 from router.dispatch.stages import stages_of
 from router.http.responses import ERROR
-from router.request.finish_reason import kind_of
 from router.request.generation import Generation, GenerationGroup
+from router.request.output_text import kind_of
 from shared.errors import RequestError
 from shared.log import event
 from shared.timeline import ReqStage

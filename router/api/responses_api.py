@@ -17,14 +17,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from router.api.answering import Desk
-from router.api.chat_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName
-from router.api.openai_bodies import UNBOUNDED, NoEffect
+from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, UNBOUNDED, FunctionName, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
 from router.http.responses import StreamForm, error_body
-from router.request.finish_reason import AbortReason, LengthReason
 from router.request.generation import Generation
+from router.request.output_text import AbortReason, LengthReason
 from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import NewTokens
 from router.text.served_model import ServedModel

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import pydantic
@@ -115,6 +115,14 @@ class OneOf:
         if not value:
             return self._empty_list
         return f"list[{'list' if value[0] is None else type(value[0]).__name__}]"
+
+
+def one_or_more(phrase: str, kind: str, item: Any, most: int | None = None) -> OneOf:
+    """An `item`, whose JSON type is `kind`, or a list of at most so many of them."""
+    bounds = [FailFast()] if most is None else [FailFast(), Field(max_length=most)]
+    of_items: Any = list
+    branch: Any = Annotated
+    return OneOf(phrase, {kind: item, "list": branch[(of_items[item], *bounds)]})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar, cast
 from pydantic import Field, WithJsonSchema
 
 from router.dispatch.live_rids import Claim
-from router.http.body import FailFast, OneOf, about
+from router.http.body import FailFast, OneOf, about, one_or_more
 from router.http.limits import MAX_BATCH_SIZE, HttpLimits
 from router.http.wording import wrong
 from router.request.prompt import Prompt
@@ -41,10 +41,7 @@ IdPrompts = Annotated[
 Rid = Annotated[str, Field(min_length=1, max_length=MAX_RID_CHARS)]
 Rids = Annotated[
     str | list[str] | None,
-    OneOf(
-        "a string or a list of strings",
-        {"str": Rid, "list": Annotated[list[Rid], FailFast(), Field(max_length=MAX_BATCH_SIZE)]},
-    ),
+    one_or_more("a string or a list of strings", "str", Rid, MAX_BATCH_SIZE),
     about("Names the request, for /abort_request; no other that runs may have the same."),
 ]
 ReturnTimeline = Annotated[bool, about("Tell when it was in which stage, and on which node.")]

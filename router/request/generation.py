@@ -17,11 +17,17 @@ from types import TracebackType
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import Aborted, RunningReq
-from router.request.finish_reason import AbortReason, FinishReason, LengthReason, StopReason
-from router.request.output_text import OutputText
+from router.request.output_text import (
+    AbortReason,
+    FinishReason,
+    LengthReason,
+    OutputText,
+    StopConditions,
+    StopReason,
+    stop_conditions,
+)
 from router.request.prompt import Prompt
 from router.request.queue_limit import QueuePlaces
-from router.request.stop_matcher import StopConditions, stop_conditions
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import TokenLogprobs
@@ -52,27 +58,12 @@ class Generation:
         self.finished_at: float | None = None
         self.queued_at = time.time()
         self._req: RunningReq | None = None
-        self._output = output
-
-    @property
-    def text(self) -> str:
-        """The text so far, without the tail that may become a stop."""
-        return self._output.text
-
-    @property
-    def texts(self) -> list[str]:
-        """Of the text so far, what each output token has completed."""
-        return self._output.texts
-
-    @property
-    def end(self) -> str:
-        """The text behind that of all tokens, which the end of the sequence has settled."""
-        return self._output.end
+        self.output = output
 
     @property
     def output_ids(self) -> list[int]:
         """The output tokens so far, at most up to the stop that ended them."""
-        return self._output.token_ids
+        return self.output.token_ids
 
     @property
     def started(self) -> bool:
@@ -95,11 +86,11 @@ class Generation:
         if self.req.error is not None:
             raise self.prompt.in_terms_of_request(self.req.error)
         finish, num_before = self.req.finish, len(self.output_ids)
-        added = self._output.add(token_ids, finish)
+        added = self.output.add(token_ids, finish)
         if self.prompt.work.params.logprobs is not None:
             self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
-        if self._output.matched is not None:
-            self._finish(StopReason(matched=self._output.matched))
+        if self.output.matched is not None:
+            self._finish(StopReason(matched=self.output.matched))
         elif isinstance(finish, Aborted):
             self._finish(AbortReason(message=finish.message, status_code=ABORTED_STATUS))
         elif finish is not None and finish.type == "stop":

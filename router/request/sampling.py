@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from router.http.body import Body, FailFast, OneOf, Refused, about, must
+from router.http.body import Body, OneOf, Refused, about, must, one_or_more
 from router.http.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
 from router.http.wording import shown, wrong
 from router.request.fields import TokenIds, check_token_ids
@@ -110,26 +110,14 @@ class SamplingBody(Body):
     )
     stop: Annotated[
         str | list[str] | None,
-        OneOf(
-            "a string or a list of strings",
-            {
-                "str": StopString,
-                "list": Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOPS)],
-            },
-        ),
+        one_or_more("a string or a list of strings", "str", StopString, MAX_STOPS),
     ] = about("The text ends before the first of these that comes; at most --max-stops.", None)
     stop_token_ids: TokenIds | None = about(
         "Token ids that end it, beside the model's.", None, max_length=_MAX_STOP_IDS
     )
     stop_regex: Annotated[
         str | list[str] | None,
-        OneOf(
-            "a pattern or a list of patterns",
-            {
-                "str": StopPattern,
-                "list": Annotated[list[StopPattern], FailFast(), Field(max_length=MAX_STOP_REGEXES)],
-            },
-        ),
+        one_or_more("a pattern or a list of patterns", "str", StopPattern, MAX_STOP_REGEXES),
     ] = about(
         "And before the first match of one of these (`re`'s syntax), looked for after every token.", None
     )

@@ -8,9 +8,8 @@ from pathlib import Path
 import tokenizers
 
 from router.text.control_tokens import MARK, MarkedEncoder
-from router.text.detokenizer import Detokenizer, make_detokenizer
+from router.text.detokenizer import Detokenizer, Vocabulary, make_detokenizer
 from router.text.text_workers import TextWorkers
-from router.text.vocabulary import Vocabulary
 from shared.errors import ModelError, RequestError
 
 _CHARS_A_TOKEN = 4

@@ -12,11 +12,10 @@ from pydantic import Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.types import Message
 
-from router.api.chat_bodies import ChatBody
 from router.api.fleet_api import AddNode
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.messages_api import CountBody, MessagesBody
-from router.api.openai_bodies import CompletionBody
+from router.api.openai_bodies import ChatBody, CompletionBody
 from router.api.profile_api import StartProfileBody
 from router.api.responses_api import ResponsesBody
 from router.api.service_api import AbortBody, DetokenizeBody, TokenizeBody

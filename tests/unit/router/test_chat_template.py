@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from router.text.chat_template import Chat, ChatTemplate, load_chat_template
-from router.text.template_sandbox import Limits
+from router.text.chat_template import Chat, ChatTemplate, Limits, load_chat_template
 from router.text.text_workers import TextWorkers
 from shared.errors import ConfigError, RequestError
 

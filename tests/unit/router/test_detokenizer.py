@@ -14,10 +14,10 @@ from router.text.detokenizer import (
     CONTEXT_TOKENS,
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
+    Vocabulary,
     WindowDetokenizer,
     make_detokenizer,
 )
-from router.text.vocabulary import Vocabulary
 from tests.unit.router.sample_tokenizers import BYTE_FALLBACK, BYTE_LEVEL, KINDS, SPECIAL, TEXTS, sample
 
 kinds = st.sampled_from(KINDS)

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from router.api.fleet_verdict import fleet_verdict
-from router.api.live_feed import FleetSample, Sample
+from router.api.live_feed import FleetSample, Sample, fleet_verdict
 
 FLEET = FleetSample(
     num_nodes=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.api.links_words import links_words
+from router.api.live_state import links_words
 from shared.protocol.messages import LinkReport
 
 FAR = {"shm": "the nodes are not on one host"}

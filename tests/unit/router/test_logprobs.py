@@ -16,9 +16,8 @@ from router.api.logprobs import NativeLogprobs, ScoredText
 from router.dispatch.running_req import RunningReq
 from router.request.fields import MAX_ANSWER_LOGPROBS
 from router.request.generation import Generation
-from router.request.output_text import OutputText
+from router.request.output_text import OutputText, StopConditions
 from router.request.prompt import Prompt
-from router.request.stop_matcher import StopConditions
 from router.text.text_workers import INLINE_CHARS
 from router.text.tokenizer import Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dispatch.running_req import Aborted
-from router.request.output_text import OutputText
+from router.request.output_text import OutputText, StopConditions
 from router.request.prompt import AnswerOptions, Prompt
-from router.request.stop_matcher import StopConditions
+from router.text.detokenizer import Vocabulary
 from router.text.tokenizer import Tokenizer
-from router.text.vocabulary import Vocabulary
 from shared.protocol.messages import Finish, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.sample_tokenizers import SPECIAL, TEXTS, sample

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.api.chat_bodies import ChatBody
 from router.api.generate_bodies import GenerateBody
-from router.api.openai_bodies import CompletionBody
+from router.api.openai_bodies import ChatBody, CompletionBody
 from router.http.body import Body
 from router.request.fields import read_routing_key
 from shared.errors import RequestError

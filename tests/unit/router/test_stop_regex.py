@@ -13,9 +13,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.request.output_text import StopConditions, StopMatcher, stop_conditions
 from router.request.prompt import AnswerOptions
-from router.request.stop_matcher import StopConditions, StopMatcher, stop_conditions
-from router.text.stop_regex import (
+from router.text.stops import (
     CONTEXT_CHARS,
     MAX_HELD_CHARS,
     MAX_MATCH_CHARS,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.request.stop_matcher import StopConditions, StopMatcher
-from router.text.stop_strings import State, StopStringCursor, StopStrings
+from router.request.output_text import StopConditions, StopMatcher
+from router.text.stops import State, StopStringCursor, StopStrings
 
 texts = st.text("ab\n", max_size=30)
 stops = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4)
