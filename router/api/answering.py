@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
+from starlette.types import Scope
 
-from router.api.request_log import note_group
 from router.http.limits import HttpLimits
 from router.http.responses import StreamForm, json_response, stream_response, while_connected
 from router.request.fields import Intake
@@ -53,6 +53,7 @@ class Dialect(Protocol):
 
 
 A = TypeVar("A", bound=Asked)
+_GROUP = "generation_group"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,14 @@ class Desk:
             intake = Intake(model, self.limits, request.headers, places, claim)
             asked = await while_connected(request.receive, read(intake))
             group = self.generator.open(asked.prompts, model.tokenizer, claim, places)
-            note_group(request, group)
+            setattr(request.state, _GROUP, group)
             words = dialect(asked, model)
             if asked.streams:
                 return await stream_response(request, words.events(group), words.form)
             return json_response(await while_connected(request.receive, words.answer(group)))
+
+
+def group_of(scope: Scope) -> GenerationGroup | None:
+    """The sequences of a request that has been answered, if it is one that has any."""
+    group: GenerationGroup | None = scope["state"].get(_GROUP)
+    return group

@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.answering import group_of
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
 from router.dispatch.stages import stages_of
 from router.http.responses import ERROR
@@ -32,8 +32,6 @@ from shared.timeline import ReqStage
 
 POLLED = frozenset({"/health", "/metrics", "/live/state"})
 """Machines ask these every few seconds, so they are logged only when they fail."""
-
-_GROUP = "generation_group"
 
 
 class RequestLog:
@@ -78,17 +76,6 @@ class RequestLog:
                 if disconnected:
                     fields["disconnected"] = True
                 event("request", **{name: value for name, value in fields.items() if value is not None})
-
-
-def note_group(request: Request, group: GenerationGroup) -> None:
-    """Leave a request's sequences where the log finds them."""
-    setattr(request.state, _GROUP, group)
-
-
-def group_of(scope: Scope) -> GenerationGroup | None:
-    """The sequences of a request, if it is one that has any."""
-    group: GenerationGroup | None = scope["state"].get(_GROUP)
-    return group
 
 
 def _request_fields(scope: Scope, status: int | None, began: float) -> dict[str, Any]:

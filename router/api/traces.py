@@ -29,7 +29,7 @@ from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.request_log import group_of
+from router.api.answering import group_of
 from router.dispatch.stages import StageSpan, stage_spans
 from router.request.generation import Generation
 from shared.log import LimitedWarning
