@@ -45,7 +45,7 @@ from router.http.api_keys import ApiKeyCheck, ApiKeys, admin_guard
 from router.http.body import wrong_input
 from router.http.config import HttpOptions
 from router.http.middleware import HEADER, HeadAsGet, JsonBodies, RequestIds
-from router.http.page_api import page_routes
+from router.http.page_api import serve_page
 from router.http.responses import error_response, note_error
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
@@ -145,7 +145,7 @@ def create_api(service: Service) -> FastAPI:
     app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
     app.include_router(fleet_admin_routes(membership, service.changes, guards))
     app.include_router(live_routes(service.live))
-    app.include_router(page_routes())
+    serve_page(app)
     app.include_router(profile_routes(membership, admin_only))
     app.include_router(control_routes(membership, service.abort, admin_only))
     for kind, answer in (

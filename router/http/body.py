@@ -241,8 +241,6 @@ class JsonRequest(Request):
             raise HTTPException(400, f"the body has more than {_MAX_BRACKETS} lists and objects")
         try:
             return msgspec.json.decode(body)
-        except UnicodeDecodeError as e:
-            raise HTTPException(400, f"the body is not valid UTF-8{_first_bad_byte(body)}") from e
         except (ValueError, RecursionError) as e:
             raise HTTPException(400, f"the body is not valid JSON: {e}") from e
 
@@ -258,12 +256,3 @@ class JsonRoute(APIRoute):
             return await handle(JsonRequest(request.scope, request.receive))
 
         return handle_json
-
-
-def _first_bad_byte(body: bytes) -> str:
-    """The place of the first byte that is not UTF-8, in the whole body; msgspec counts from the start of a string."""
-    try:
-        body.decode()
-    except UnicodeDecodeError as e:
-        return f": byte {e.start} is 0x{body[e.start]:02x}"
-    return ""

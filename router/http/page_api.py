@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+import os
 from pathlib import Path
 
-from fastapi import APIRouter, Request, Response
+from fastapi import FastAPI, Request, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 _FOLDER = Path(__file__).parents[1] / "page"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-_FILES = {
-    "/" if path.name == "index.html" else f"/page/{path.name}": path
-    for path in sorted(_FOLDER.iterdir())
-    if path.suffix in _TYPES
-}
-PAGE_PATHS = frozenset(_FILES)
+PAGE_PATHS = frozenset({"/", *(f"/page/{name}" for name in os.listdir(_FOLDER) if name != "index.html")})
 """The files that a browser loads before a key can be typed into the page."""
 
 _HEADERS = {
@@ -31,34 +21,25 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class _File:
-    body: bytes
-    headers: dict[str, str]
-
-    @classmethod
-    def read(cls, path: Path) -> _File:
-        body = path.read_bytes()
-        etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        return cls(body, {**_HEADERS, "Content-Type": _TYPES[path.suffix], "ETag": etag})
-
-    def respond(self, if_none_match: str) -> Response:
-        known = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
-        if self.headers["ETag"] in known:
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.body, headers=self.headers)
+class _PageFiles(StaticFiles):
+    def file_response(
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: Scope,
+        status_code: int = 200,
+    ) -> Response:
+        """A file with the headers that guard the page."""
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        response.headers.update(_HEADERS)
+        return response
 
 
-def page_routes() -> APIRouter:
-    """A route for each file."""
-    router = APIRouter(include_in_schema=False)
+def serve_page(app: FastAPI) -> None:
+    """Add the routes of the page."""
+    files = _PageFiles(directory=_FOLDER)
+    app.mount("/page", files)
 
-    def add(url: str, file: _File) -> None:
-        async def serve(request: Request) -> Response:
-            return file.respond(request.headers.get("if-none-match", ""))
-
-        router.add_api_route(url, serve, methods=["GET"], response_model=None)
-
-    for url, path in _FILES.items():
-        add(url, _File.read(path))
-    return router
+    @app.get("/", include_in_schema=False)
+    async def index(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)

@@ -142,16 +142,6 @@ def test_what_is_no_json_object(body: bytes) -> None:
     assert "the body" in message and len(message) < 200
 
 
-@pytest.mark.parametrize(
-    ("body", "at"),
-    [(b'{"kind": "\xff"}', 10), (b'{"\xff": 1}', 2), (b'{"a": "\xc3\xa9\\n", "b": "x\xff"}', 21)],
-)
-def test_a_byte_that_is_no_utf8_is_found_in_the_body(body: bytes, at: int) -> None:
-    assert body[at] == 0xFF
-    with pytest.raises(HTTPException, match=f"the body is not valid UTF-8: byte {at} is 0xff"):
-        decoded(body)
-
-
 def test_a_message_never_repeats_a_whole_prompt() -> None:
     with pytest.raises(RequestError) as refusal:
         validate(GenerateBody, {"text": ["x" * 10_000, 1], "sampling_params": {}})
