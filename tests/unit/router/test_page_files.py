@@ -13,13 +13,8 @@ from router.http.page_api import PAGE_PATHS
 from tests.unit.router.fakes import FakeNode, Role, joined_router
 
 ROOT = Path(__file__).resolve().parents[3]
-TYPES = {"/": "text/html", ".css": "text/css", ".js": ("text/javascript", "application/javascript")}
-TYPES[".svg"] = "image/svg+xml"
-    "/": "text/html",
-    ".css": "text/css",
-    ".js": ("text/javascript", "application/javascript"),
-    ".svg": "image/svg+xml",
-}
+JAVASCRIPT = ("text/javascript", "application/javascript")
+TYPES = {"/": "text/html", ".css": "text/css", ".js": JAVASCRIPT, ".svg": "image/svg+xml"}
 
 
 def test_every_file_of_the_folder_is_served_and_packaged() -> None:
