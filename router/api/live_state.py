@@ -25,7 +25,6 @@ from router.api.live_feed import (
     NodeNow,
     RouterNow,
     Sample,
-    fleet_verdict,
 )
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.recent_traffic import WINDOW_ROLLS, RecentTraffic
@@ -80,7 +79,7 @@ class _Counters:
 
     at: float
     totals: tuple[float, ...]
-    per_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def update(self, at: float, totals: tuple[float, ...]) -> None:
         """Take a reading. One that follows the last too soon for a rate is ignored."""
@@ -118,7 +117,6 @@ class LiveState:
         self._nodes_counters: dict[str, _Counters] = {}
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_sampled = 0
-        self._verdict = ""
         self._sampled = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -139,7 +137,7 @@ class LiveState:
         traffic.roll()
         self._own.update(now, (traffic.num_tokens, traffic.num_reqs, traffic.num_rejected))
         self._read_counters()
-        tokens_per_s, reqs_per_s, rejected_per_s = self._own.per_s[:3]
+        tokens_per_s, reqs_per_s, rejected_per_s = self._own.per_s
         num_queued = len(self._dispatcher.queue)
         self._samples.append(
             Sample(
@@ -156,7 +154,6 @@ class LiveState:
             )
         )
         self._num_sampled += 1
-        self._verdict = fleet_verdict(list(self._samples))
         self._wake()
 
     async def feed(self) -> AsyncGenerator[LiveEvent, None]:
@@ -178,7 +175,6 @@ class LiveState:
             router=self._router(),
             nodes=self._nodes(),
             samples=[self._samples[at] for at in range(first, len(self._samples))],
-            verdict=self._verdict,
         )
 
     def close(self) -> None:
@@ -198,10 +194,7 @@ class LiveState:
                 continue  # no pong yet
             load = node.load
             computed = load.num_prompt_tokens - load.num_cached_tokens
-            totals = (
-                *(computed, load.num_generated_tokens, load.kv_bytes_transferred),
-                *(load.prefill_busy_s, load.kv_transfer_s),
-            )
+            totals = (computed, load.num_generated_tokens, load.kv_bytes_transferred)
             counters = known.get(node.ref.incarnation) or _Counters(node.load_at, totals)
             counters.update(node.load_at, totals)
             self._nodes_counters[node.ref.incarnation] = counters
@@ -254,8 +247,8 @@ class LiveState:
         if node is None:
             return now
         load, counters = node.load, self._nodes_counters.get(node.ref.incarnation)
-        per_s = counters.per_s if counters else (0.0,) * 5
-        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s, prefill_busy, kv_under_way = per_s
+        per_s = counters.per_s if counters else (0.0,) * 3
+        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s = per_s
         return msgspec.structs.replace(
             now,
             node_id=node.ref.node_id,
@@ -275,8 +268,6 @@ class LiveState:
             prompt_tokens_per_s=prompt_tokens_per_s,
             tokens_per_s=tokens_per_s,
             kv_bytes_per_s=kv_bytes_per_s,
-            prefill_busy=prefill_busy,
-            kv_under_way=kv_under_way if member.role is Role.DECODE else 0.0,
         )
 
 

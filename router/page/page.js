@@ -76,7 +76,6 @@ function showService(state, text, why = "") {
 function showLost(text, why) {
   showService("lost", text, why);
   fleets.lose(why);
-  setText(byId("fleet-verdict"), "");
   charts.lose(why);
 }
 
@@ -98,7 +97,6 @@ async function watch(signal, alive) {
     document.body.dataset.feed = "on";
     showRouter(event.router);
     fleets.update(event.nodes);
-    setText(byId("fleet-verdict"), event.verdict);
     charts.update(samples, event.router);
   }
 }

@@ -77,7 +77,6 @@ def test_it_loads_alone_and_shows_both_fleets(run: Run, browser: Browser, model_
                     *("20", "30", "50")
                 ]
                 await site.page.locator("#chart-list path.line[d^=M]").first.wait_for(state="attached")
-                await site.shows("#fleet-verdict", "no bottleneck")
                 label = await site.page.locator("#chart-list svg").first.get_attribute("aria-label")
                 assert label is not None and label.startswith("Output tokens in tokens/s: all 0")
                 assert site.complaints == []
