@@ -36,11 +36,6 @@ MAX_PIPELINED = 16
 """The most requests that wait behind the one that is being answered."""
 MAX_PIPELINED_HEADERS = 400
 """The most headers of all of these together. Their bytes are at most MAX_HEADER_BYTES."""
-MAX_SMALL_CHUNKS = 1024
-"""The most chunks of one body, beyond one for each 64 bytes. Each takes as long to parse as some hundred bytes."""
-MAX_UNWANTED_BYTES = 32 << 20
-"""The most bytes that are read of a body whose request is answered. With a lower bound, a client that sends a long
-prompt and a wrong key would get a reset before it has read its 401."""
 NUM_SPARE_CONNECTIONS = 64
 """Connections that are accepted beyond --max-connections, for probes; other requests on them get a 503."""
 PROBES = (b"/health", b"/metrics")
@@ -131,11 +126,6 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse data, which calls the methods below."""
-        if self._in_body and not self._num_unanswered:
-            self._unwanted_bytes += len(data)
-            if self._unwanted_bytes > MAX_UNWANTED_BYTES:
-                self.transport.close()
-                return
         self._passed_a_boundary = False
         tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         super().data_received(data if self._in_body else self._hide_upgrade(data))
@@ -211,17 +201,9 @@ class Connection(HttpToolsProtocol):
         self._pass_a_boundary()
         self._cancel_client_timer()
 
-    def on_chunk_header(self) -> None:
-        """The size of a chunk, whose bytes come next."""
-        self._num_chunks += 1
-        if self._num_chunks > MAX_SMALL_CHUNKS + self._body_bytes // 64:
-            why = f"the body has more than {MAX_SMALL_CHUNKS} chunks beyond one for each 64 bytes"
-            self._stop(RequestError(why))
-
     def on_body(self, body: bytes) -> None:
         """A part of a body, whose size `JsonBodies` bounds."""
         super().on_body(body)
-        self._body_bytes += len(body)
         self._pass_a_boundary()
 
     def on_message_complete(self) -> None:
@@ -297,29 +279,24 @@ class Connection(HttpToolsProtocol):
         """Start the timer of the headers or of the body if the client is to send them."""
         if self._client_timer is not None:
             return
-        if self._in_body:
-            self._client_timer = self.loop.call_later(self._options.body_timeout_s, self._body_is_late)
-        elif not self._num_unanswered:
-            self._client_timer = self.loop.call_later(self._options.header_timeout_s, self._headers_are_late)
+        if self._in_body or not self._num_unanswered:
+            timeout_s = self._options.body_timeout_s if self._in_body else self._options.header_timeout_s
+            self._client_timer = self.loop.call_later(timeout_s, self._client_is_late, timeout_s)
 
     def _cancel_client_timer(self) -> None:
         if self._client_timer is not None:
             self._client_timer.cancel()
             self._client_timer = None
 
-    def _headers_are_late(self) -> None:
+    def _client_is_late(self, timeout_s: float) -> None:
         self._client_timer = None
-        if self._unparsed_bytes:
-            self._refuse(_late("headers", self._options.header_timeout_s))
+        if self._in_body and self._num_unanswered > 1:
+            self._time_client()  # the body is not read before the requests ahead of it are answered
+        elif self._in_body or self._unparsed_bytes:
+            what = "body" if self._in_body else "headers"
+            self._refuse(RequestError(f"the {what} did not arrive within {timeout_s:g} s", status=408))
         else:
             self.transport.close()
-
-    def _body_is_late(self) -> None:
-        self._client_timer = None
-        if self._num_unanswered > 1:
-            self._time_client()  # the body is not read before the requests ahead of it are answered
-        else:
-            self._refuse(_late("body", self._options.body_timeout_s))
 
     def pause_writing(self) -> None:
         """Let the app wait in `send`, since the client is slower than its response."""
@@ -363,7 +340,3 @@ class Connection(HttpToolsProtocol):
 
 def _headers_too_large() -> RequestError:
     return RequestError(f"the headers and trailers are larger than {MAX_HEADER_BYTES} bytes", status=431)
-
-
-def _late(what: str, timeout_s: float) -> RequestError:
-    return RequestError(f"the {what} did not arrive within {timeout_s:g} s", status=408)

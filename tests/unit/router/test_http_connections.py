@@ -19,8 +19,6 @@ from router.http.connection import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
-    MAX_SMALL_CHUNKS,
-    MAX_UNWANTED_BYTES,
     NUM_SPARE_CONNECTIONS,
 )
 from router.http.limits import HttpLimits
@@ -272,38 +270,6 @@ async def test_a_body_of_many_tiny_chunks_is_no_header(model_folder: Path) -> No
             await asyncio.sleep(0)
         client.send("0\n\n")
         assert (await client.answer()).status == 400
-
-
-@pytest.mark.parametrize("path", ["/nowhere", "/generate"])
-async def test_a_body_of_chunks_that_are_too_small(model_folder: Path, path: str) -> None:
-    async with playing(model_folder) as (port, _), raw_client(port) as client:
-        client.send(f"POST {path} HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
-        if path == "/nowhere":  # an answer that does not wait for the body
-            assert (await client.answer()).status == 404
-        sent = "1\n \n" * 2 * MAX_SMALL_CHUNKS
-        await client.send_in_pieces(sent, 700)
-        rest = await client.closed()  # a reset may overtake the answer, but not another one
-        assert rest == b"" or (path == "/generate" and b"more than %d chunks" % MAX_SMALL_CHUNKS in rest)
-
-
-async def test_chunks_of_a_good_size_may_be_many(model_folder: Path) -> None:
-    async with playing(model_folder) as (port, _), raw_client(port) as client:
-        client.send("POST /nowhere HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n")
-        await client.send_in_pieces(f"40\n{'x' * 64}\n" * 4 * MAX_SMALL_CHUNKS, 9000)
-        client.send("0\n\n" + HEALTH)
-        assert [(await client.answer()).status for _ in range(2)] == [404, 200]
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_that_is_not_wanted_is_read_up_to_a_bound(model_folder: Path, chunked: bool) -> None:
-    async with playing(model_folder) as (port, _):
-        length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {1 << 60}"
-        piece = f"10000\n{'x' * 65536}\n" if chunked else "x" * 65536
-        async with raw_client(port) as client:
-            client.send(f"POST /nowhere HTTP/1.1\nHost: a\n{length}\n\n")
-            assert (await client.answer()).status == (404 if chunked else 413)
-            await client.send_in_pieces(piece * (2 * MAX_UNWANTED_BYTES // 65536), 1 << 20)
-            assert await client.closed() == b""
 
 
 async def test_an_answer_that_does_not_wait_for_a_long_body_arrives(model_folder: Path) -> None:

@@ -164,8 +164,7 @@ def test_who_took_all_is_kept_however_much_waits_again(
 ) -> None:
     """Looked at twice, as much waits each time; in between the client took all of it."""
     loop, transport, protocol = connection
-    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n")
-    protocol.on_headers_complete()
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     for _ in range(10):
         transport.num_buffered = 65_800
         protocol.pause_writing()
@@ -184,8 +183,7 @@ def test_what_waits_of_a_running_answer_is_not_compared(
     connection: tuple[ManualLoop, BufferedTransport, Connection],
 ) -> None:
     loop, transport, protocol = connection
-    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n")
-    protocol.on_headers_complete()
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     transport.num_buffered = 65_800
     protocol.pause_writing()
     transport.num_buffered = 500
