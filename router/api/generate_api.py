@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -20,11 +20,9 @@ from router.http.middleware import requested_rid
 from router.http.responses import DATA_ONLY, event_stream
 from router.request.fields import (
     Intake,
+    Prompts,
     check_num_logprobs,
     check_token_ids,
-    id_rows,
-    per_prompt,
-    read_rids,
     read_routing_key,
 )
 from router.request.generation import Generation, GenerationGroup
@@ -75,27 +73,29 @@ class GenerateRequest:
 async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
     """Check what the types cannot, take places in the queue, and tokenize. Raises RequestError."""
     model, limits = intake.model, intake.limits
-    texts, ids, batched = _prompts(body, model.vocab_size, limits)
-    num_prompts = len(texts or ids)
-    field = "text" if texts else "input_ids"
-    limits.check("max_batch_size", field, num_prompts)
-    asked = _samplings(body, num_prompts, model.vocab_size, limits, batched=batched)
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("give exactly one of text and input_ids", param="text")
+    given = (
+        Prompts("text", body.text) if body.text is not None else Prompts("input_ids", body.input_ids or [])
+    )
+    given.check(model, limits)
+    asked = _samplings(body, given, model.vocab_size, limits)
     limits.check("max_batch_size", "sampling_params", sum(options.n for _, options in asked))
     given_rid = requested_rid(body.rid, intake.headers)
-    rids = read_rids(given_rid, num_prompts, batched=batched)
-    extra_keys = per_prompt("extra_key", body.extra_key, "", num_prompts, batched=batched)
+    rids = given.rids(given_rid)
+    extra_keys = given.each("extra_key", body.extra_key, "")
     routing_key = read_routing_key(body.routing_key, intake.headers)
-    logprobs = _logprobs(body, num_prompts, model.vocab_size, limits, batched=batched)
+    logprobs = _logprobs(body, given, model.vocab_size, limits)
     whole = given_rid if isinstance(given_rid, str) else None
     intake.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
-    special = body.add_special_tokens
-    ids = await intake.input_ids(texts, ids, field, batched=batched, add_special_tokens=special)
-    for at, input_ids in enumerate(ids):
-        _check_start_len(logprobs[at], len(input_ids), f"prompt {at}: " if batched else "")
+    ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
+    for at, (input_ids, wanted) in enumerate(zip(ids, logprobs, strict=True)):
+        limits.check_prompt(input_ids, given.named(at), given.field)
+        _check_start_len(wanted, len(input_ids), f"prompt {at}: " if given.is_list else "")
     prompts = [
         Prompt(
             rid=rid,
-            asked_in=field,
+            asked_in=given.field,
             work=Work(
                 tuple(input_ids),
                 msgspec.structs.replace(params, logprobs=wanted),
@@ -112,35 +112,22 @@ async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
     check_num_logprobs(prompts, _input_logprobs_named, "logprob_start_len")
     return GenerateRequest(
         prompts=prompts,
-        as_list=batched or asked[0][1].n > 1,
+        as_list=given.is_list or asked[0][1].n > 1,
         streams=body.stream,
         with_timeline=body.return_timeline,
         with_logprob_text=body.return_text_in_logprobs,
     )
 
 
-def _prompts(
-    body: GenerateBody, vocab_size: int, limits: HttpLimits
-) -> tuple[list[str], list[list[int]], bool]:
-    """The texts or the ids of the prompts, and whether the body has a list of prompts."""
-    if (body.text is None) == (body.input_ids is None):
-        raise RequestError("give exactly one of text and input_ids", param="text")
-    if body.input_ids is not None:
-        rows, batched = id_rows("input_ids", body.input_ids, vocab_size, limits)
-        return [], rows, batched
-    assert body.text is not None
-    return ([body.text], [], False) if isinstance(body.text, str) else (body.text, [], True)
-
-
 def _samplings(
-    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
+    body: GenerateBody, given: Prompts, vocab_size: int, limits: HttpLimits
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
     asked = body.sampling_params
     if not isinstance(asked, list):
         body_of_all = asked or NativeSampling()
         own = _native_fields(body_of_all)
-        return read_samplings(body_of_all, own, num_prompts, vocab_size, limits, "sampling_params")
-    bodies = per_prompt("sampling_params", asked, NativeSampling(), num_prompts, batched=batched)
+        return read_samplings(body_of_all, own, len(given), vocab_size, limits, "sampling_params")
+    bodies = given.each("sampling_params", asked, NativeSampling())
     return [
         read_sampling(params, _native_fields(params), vocab_size, limits, f"sampling_params[{at}]")
         for at, params in enumerate(bodies)
@@ -158,48 +145,27 @@ def _native_fields(body: NativeSampling) -> DialectFields:
 
 
 def _logprobs(
-    body: GenerateBody, num_prompts: int, vocab_size: int, limits: HttpLimits, *, batched: bool
+    body: GenerateBody, given: Prompts, vocab_size: int, limits: HttpLimits
 ) -> list[LogprobParams | None]:
-    """The logprobs that are asked for each prompt; None where none are."""
-    wanted = per_prompt("return_logprob", body.return_logprob, False, num_prompts, batched=batched)
-    starts = per_prompt(
-        "logprob_start_len", body.logprob_start_len, OUTPUTS_ONLY, num_prompts, batched=batched
-    )
-    top_nums = per_prompt("top_logprobs_num", body.top_logprobs_num, 0, num_prompts, batched=batched)
-    token_ids = _ids_of_prompts(body.token_ids_logprob, num_prompts, batched=batched)
-    _check_logprobs(body.top_logprobs_num, body.token_ids_logprob, vocab_size, limits)
+    """The logprobs that are asked for each prompt; None where none are. An error names the list's item."""
+    wanted = given.each("return_logprob", body.return_logprob, False)
+    starts = given.each("logprob_start_len", body.logprob_start_len, OUTPUTS_ONLY)
+    top_nums = given.each("top_logprobs_num", body.top_logprobs_num, 0)
+    for at, top_num in enumerate(top_nums):
+        place = f"[{at}]" if isinstance(body.top_logprobs_num, list) else ""
+        limits.check("max_logprobs", f"top_logprobs_num{place}", top_num)
+    ids: Any = body.token_ids_logprob or []
+    if ids and not isinstance(ids[0], int):
+        rows: list[list[int]] = given.each("token_ids_logprob", ids, [])
+        for at, row in enumerate(rows):
+            check_token_ids(f"token_ids_logprob[{at}]", row, vocab_size)
+    else:  # one list for all prompts
+        rows = [ids] * len(given)
+        check_token_ids("token_ids_logprob", ids, vocab_size)
     return [
-        LogprobParams(start_len=start_len, top_num=top_num, token_ids=tuple(ids)) if asked else None
-        for asked, start_len, top_num, ids in zip(wanted, starts, top_nums, token_ids, strict=True)
+        LogprobParams(start_len=start_len, top_num=top_num, token_ids=tuple(row)) if asked else None
+        for asked, start_len, top_num, row in zip(wanted, starts, top_nums, rows, strict=True)
     ]
-
-
-def _ids_of_prompts(
-    value: list[int] | list[list[int] | None] | None, num_prompts: int, *, batched: bool
-) -> Sequence[list[int]]:
-    """`token_ids_logprob` for each prompt. A list of ids counts for all prompts, a list of lists has one for each."""
-    if not value or isinstance(value[0], int):
-        return [cast("list[int]", value or [])] * num_prompts
-    return per_prompt("token_ids_logprob", value, [], num_prompts, batched=batched)
-
-
-def _check_logprobs(
-    top_nums: int | list[int | None],
-    token_ids: list[int] | list[list[int] | None] | None,
-    vocab_size: int,
-    limits: HttpLimits,
-) -> None:
-    """Refuse numbers above the limits and ids that the model does not have. The error names the list's item."""
-    if isinstance(top_nums, list):
-        for at, top_num in enumerate(top_nums):
-            limits.check("max_logprobs", f"top_logprobs_num[{at}]", top_num or 0)
-    else:
-        limits.check("max_logprobs", "top_logprobs_num", top_nums)
-    if not token_ids or isinstance(token_ids[0], int):
-        check_token_ids("token_ids_logprob", cast("list[int]", token_ids or []), vocab_size)
-    else:
-        for at, row in enumerate(token_ids):
-            check_token_ids(f"token_ids_logprob[{at}]", row or [], vocab_size)
 
 
 def _check_start_len(wanted: LogprobParams | None, num_input_ids: int, where: str) -> None:

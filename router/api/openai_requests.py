@@ -28,10 +28,8 @@ from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
 from router.request.fields import (
     Intake,
+    Prompts,
     check_num_logprobs,
-    encode_prompts,
-    id_rows,
-    read_rids,
     read_routing_key,
 )
 from router.request.prompt import Prompt
@@ -63,7 +61,7 @@ class OpenAIRequest:
     stream: StreamOptions | None
     with_timeline: bool
     with_logprobs: bool
-    echoes: list[str] | None = None
+    echoes: Sequence[str] | None = None
     best_n: int | None = None
     reads: ReplyRegions | ForcedCall | None = None
     hides_reasoning: bool = False
@@ -78,22 +76,23 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     """Check what the types of /v1/completions cannot, take places and tokenize. Raises RequestError."""
     model, limits = intake.model, intake.limits
     _check_model(body.model, model)
-    texts, ids, batched = _prompts(body, model.vocab_size, limits)
-    num_prompts = len(texts or ids)
+    given = Prompts("prompt", body.prompt)
+    given.check(model, limits)
+    num_prompts = len(given)
     best_of = _best_of(body, limits)
-    limits.check("max_batch_size", "prompt", num_prompts)
     limits.check("max_batch_size", "n" if body.best_of is None else "best_of", num_prompts * best_of)
-    given = (body.max_tokens, body.max_completion_tokens)
-    own = openai_fields(body, next((number for number in given if number is not None), _DEFAULT_MAX_TOKENS))
+    bounds = (body.max_tokens, body.max_completion_tokens)
+    own = openai_fields(body, next((bound for bound in bounds if bound is not None), _DEFAULT_MAX_TOKENS))
     asked = read_samplings(body, own, num_prompts, model.vocab_size, limits)
-    reply_id, rids = _ids(requested_rid(body.rid, intake.headers), "cmpl-", num_prompts, batched=batched)
+    reply_id, rids = _ids(requested_rid(body.rid, intake.headers), "cmpl-", given)
     routing_key = read_routing_key(body.routing_key, intake.headers)
     asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
     # `best` ranks sequences by their logprobs, also where the client asks for none.
     logprobs = asked_logprobs or (LogprobParams() if best_of > body.n else None)
     intake.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
-    special = body.add_special_tokens
-    ids = await intake.input_ids(texts, ids, "prompt", batched=batched, add_special_tokens=special)
+    ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
+    for at, input_ids in enumerate(ids):
+        limits.check_prompt(input_ids, given.named(at), "prompt")
     prompts = [
         Prompt(
             rid=rid,
@@ -104,10 +103,10 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
         for rid, input_ids, (params, options) in zip(rids, ids, asked, strict=True)
     ]
     check_num_logprobs(prompts, lambda wanted: f"echo with logprobs {wanted.top_num}", "logprobs")
-    echoes = None
+    echoes: Sequence[str] | None = None
     if body.echo:
         skip = body.skip_special_tokens
-        echoes = texts or await model.tokenizer.decode(ids, skip_special_tokens=skip)
+        echoes = given.texts or await model.tokenizer.decode(ids, skip_special_tokens=skip)
     return OpenAIRequest(
         id=reply_id,
         prompts=prompts,
@@ -133,7 +132,7 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     own = openai_fields(body, max_new_tokens, calls)
     params, options = read_sampling(body, own, model.vocab_size, limits)
     limits.check("max_batch_size", "n", options.n)
-    reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, 1, batched=False)
+    reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, Prompts("messages", ""))
     routing_key = read_routing_key(body.routing_key, intake.headers)
     intake.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text, ids = await _render(body, model, limits)
@@ -182,14 +181,13 @@ async def _render(body: ChatBody, model: ServedModel, limits: HttpLimits) -> tup
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
     text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
     # The template writes the special tokens itself.
-    encoding = encode_prompts([text], model, limits, "messages", batched=False, add_special_tokens=False)
-    [ids] = await encoding
+    [ids] = await Prompts("messages", text).encode(model, limits, add_special_tokens=False)
     return text, ids
 
 
 def _work(
     body: OpenAIBody,
-    input_ids: list[int],
+    input_ids: Sequence[int],
     params: SamplingParams,
     logprobs: LogprobParams | None,
     routing_key: str,
@@ -356,25 +354,10 @@ def _stream(body: OpenAIBody) -> StreamOptions | None:
     return (body.stream_options or StreamOptions()) if body.stream else None
 
 
-def _ids(
-    given: str | list[str] | None, prefix: str, num_prompts: int, *, batched: bool
-) -> tuple[str, Sequence[str]]:
+def _ids(given: str | list[str] | None, prefix: str, prompts: Prompts) -> tuple[str, Sequence[str]]:
     """The reply's id, and a rid for each prompt that /abort_request finds by that id."""
     reply_id = given if isinstance(given, str) else prefix + uuid.uuid4().hex
-    names = given if isinstance(given, list) else reply_id
-    return reply_id, read_rids(names, num_prompts, batched=batched)
-
-
-def _prompts(
-    body: CompletionBody, vocab_size: int, limits: HttpLimits
-) -> tuple[list[str], list[list[int]], bool]:
-    """The texts or the ids of the prompts, and whether the body has a list of prompts."""
-    if isinstance(body.prompt, str):
-        return [body.prompt], [], False
-    if isinstance(body.prompt[0], str):
-        return body.prompt, [], True
-    rows, batched = id_rows("prompt", body.prompt, vocab_size, limits)
-    return [], rows, batched
+    return reply_id, prompts.rids(given if isinstance(given, list) else reply_id)
 
 
 def _best_of(body: CompletionBody, limits: HttpLimits) -> int:

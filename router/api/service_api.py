@@ -29,7 +29,7 @@ from router.nodes.fleet_answers import (
 )
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
-from router.request.fields import IdPrompts, Texts, encode_prompts, id_rows
+from router.request.fields import IdPrompts, Prompts, Texts
 from router.request.generation import GenerationGroup, Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
@@ -164,13 +164,11 @@ def info_routes(
     @router.post("/tokenize", tags=["SGLang"])
     async def tokenize(request: Request, body: TokenizeBody) -> Tokenized:
         """Text to token ids, as a prompt would be."""
-        served, prompt = model.get(), body.prompt
-        many = isinstance(prompt, list)
-        texts = prompt if isinstance(prompt, list) else [prompt]
-        limits.check("max_batch_size", "prompt", len(texts))
-        special = body.add_special_tokens
-        encoding = encode_prompts(texts, served, limits, "prompt", batched=many, add_special_tokens=special)
-        ids = await while_connected(request.receive, encoding)
+        prompts = Prompts("prompt", body.prompt)
+        prompts.check(model.get(), limits)
+        encoding = prompts.encode(model.get(), limits, add_special_tokens=body.add_special_tokens)
+        ids = [*await while_connected(request.receive, encoding)]
+        many = prompts.is_list
         return Tokenized(
             tokens=ids if many else ids[0],
             count=[len(row) for row in ids] if many else len(ids[0]),
@@ -182,10 +180,11 @@ def info_routes(
     async def detokenize(request: Request, body: DetokenizeBody) -> Detokenized:
         """Token ids to text."""
         served = model.get()
-        rows, many = id_rows("tokens", body.tokens, served.vocab_size, limits)
-        decoding = served.tokenizer.decode(rows, skip_special_tokens=body.skip_special_tokens)
+        given = Prompts("tokens", body.tokens)
+        given.check(served, limits)
+        decoding = served.tokenizer.decode(given.ids, skip_special_tokens=body.skip_special_tokens)
         texts = await while_connected(request.receive, decoding)
-        return Detokenized(text=texts if many else texts[0])
+        return Detokenized(text=texts if given.is_list else texts[0])
 
     return router
 

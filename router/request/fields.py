@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, WithJsonSchema
 
@@ -88,25 +88,6 @@ class Intake:
         self.places.hold(sum(counts))
         self.claim.take(rids, counts, whole=whole, shared=shared)
 
-    async def input_ids(
-        self,
-        texts: Sequence[str],
-        ids: list[list[int]],
-        field: str,
-        *,
-        batched: bool,
-        add_special_tokens: bool = True,
-    ) -> list[list[int]]:
-        """The token ids of the prompts in `field`, which has `texts` or `ids`. Raises RequestError."""
-        if texts:
-            special = add_special_tokens
-            ids = await encode_prompts(
-                texts, self.model, self.limits, field, batched=batched, add_special_tokens=special
-            )
-        for at, row in enumerate(ids):
-            self.limits.check_prompt(row, f"prompt {at}" if batched else "the prompt", field)
-        return ids
-
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Refuse ids that the model does not have."""
@@ -115,69 +96,73 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         raise wrong(f"{name}[{at}]", f"a token id from 0 to {vocab_size - 1}", outside)
 
 
-async def encode_prompts(
-    texts: Sequence[str],
-    model: ServedModel,
-    limits: HttpLimits,
-    field: str,
-    *,
-    batched: bool,
-    add_special_tokens: bool = True,
-) -> list[list[int]]:
-    """The token ids of `texts`. Raises RequestError.
+class Prompts:
+    """The prompts of a request, which `field` has as `texts` or as `ids`, in a list or not."""
 
-    A text that would not fit even if all of its tokens were the longest is refused before it is tokenized, since that
-    could take many seconds.
-    """
-    most_tokens, token_chars = (
-        limits.most_prompt_tokens(model.context_length),
-        model.tokenizer.max_token_chars,
-    )
-    for at, text in enumerate(texts):
-        if len(text) > most_tokens * token_chars:
-            where = f"prompt {at}" if batched else "the prompt"
-            raise RequestError(
-                f"{where} has {len(text)} characters, more than {most_tokens} tokens of at most {token_chars} can "
-                f"hold: {maximum_context(most_tokens)}",
-                param=field,
-                code="context_length_exceeded",
-            )
-    return await model.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+    def __init__(
+        self, field: str, value: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+    ) -> None:
+        self.field = field
+        self.is_list = not isinstance(value, str) and not isinstance(value[0], int)
+        rows: Any = value if self.is_list else [value]
+        self.texts: Sequence[str] = rows if isinstance(rows[0], str) else ()
+        self.ids: Sequence[list[int]] = () if self.texts else rows
 
+    def __len__(self) -> int:
+        return len(self.texts or self.ids)
 
-def id_rows(
-    name: str, value: list[int] | list[list[int]], vocab_size: int, limits: HttpLimits
-) -> tuple[list[list[int]], bool]:
-    """The rows of token ids in `value`, whose type is IdPrompts, and whether it is a list of rows."""
-    batched = isinstance(value[0], list)
-    rows = cast("list[list[int]]", value if batched else [value])
-    limits.check("max_batch_size", name, len(rows))
-    for at, row in enumerate(rows):
-        check_token_ids(f"{name}[{at}]" if batched else name, row, vocab_size)
-    return rows, batched
+    def check(self, model: ServedModel, limits: HttpLimits) -> None:
+        """Refuse too many prompts, and ids that the model does not have."""
+        limits.check("max_batch_size", self.field, len(self))
+        for at, row in enumerate(self.ids):
+            check_token_ids(f"{self.field}[{at}]" if self.is_list else self.field, row, model.vocab_size)
 
+    def named(self, at: int) -> str:
+        """A prompt, in errors."""
+        return f"prompt {at}" if self.is_list else "the prompt"
 
-def per_prompt(
-    name: str, value: T | list[T | None] | None, default: T, num_prompts: int, *, batched: bool
-) -> list[T]:
-    """A field's value for each prompt. The field has one value for all or a list of them; null is the default."""
-    if not isinstance(value, list):
-        return [default if value is None else value] * num_prompts
-    if not batched or len(value) != num_prompts:
-        expected = f"one value, or a list of {num_prompts}, one for each prompt" if batched else "one value"
-        raise RequestError(f"{name} must be {expected}, not a list of {len(value)}", param=name)
-    return [default if item is None else item for item in value]
+    def each(self, name: str, value: T | list[T | None] | None, default: T) -> list[T]:
+        """The value of a field for each prompt. It has one for all or a list of them; null is the default."""
+        if not isinstance(value, list):
+            return [default if value is None else value] * len(self)
+        if not self.is_list or len(value) != len(self):
+            a_list = f", or a list of {len(self)}, one for each prompt" if self.is_list else ""
+            raise RequestError(f"{name} must be one value{a_list}, not a list of {len(value)}", param=name)
+        return [default if item is None else item for item in value]
 
+    def rids(self, rid: str | list[str] | None) -> list[str]:
+        """A rid for each prompt: the client's, or a random one. A string that names a batch is numbered."""
+        if rid is None:
+            return [uuid.uuid4().hex for _ in range(len(self))]
+        if isinstance(rid, str):
+            return [f"{rid}_{i}" for i in range(len(self))] if self.is_list else [rid]
+        if len(rid) != len(self):
+            raise wrong("rid", f"a string or a list of {len(self)}, one for each prompt", rid)
+        return rid
 
-def read_rids(rid: str | list[str] | None, num_prompts: int, *, batched: bool) -> list[str]:
-    """A rid for each prompt: the client's, or a random one. A string that names a batch is numbered."""
-    if rid is None:
-        return [uuid.uuid4().hex for _ in range(num_prompts)]
-    if isinstance(rid, str):
-        return [f"{rid}_{i}" for i in range(num_prompts)] if batched else [rid]
-    if len(rid) != num_prompts:
-        raise wrong("rid", f"a string or a list of {num_prompts}, one for each prompt", rid)
-    return rid
+    async def encode(
+        self, model: ServedModel, limits: HttpLimits, *, add_special_tokens: bool = True
+    ) -> Sequence[list[int]]:
+        """The token ids of each prompt. Raises RequestError.
+
+        A text that would not fit even if all of its tokens were the longest is refused before it is tokenized, since
+        that could take many seconds.
+        """
+        most_tokens, token_chars = (
+            limits.most_prompt_tokens(model.context_length),
+            model.tokenizer.max_token_chars,
+        )
+        for at, text in enumerate(self.texts):
+            if len(text) > most_tokens * token_chars:
+                raise RequestError(
+                    f"{self.named(at)} has {len(text)} characters, more than {most_tokens} tokens of at most "
+                    f"{token_chars} can hold: {maximum_context(most_tokens)}",
+                    param=self.field,
+                    code="context_length_exceeded",
+                )
+        if self.ids:
+            return self.ids
+        return await model.tokenizer.encode(self.texts, add_special_tokens=add_special_tokens)
 
 
 def read_routing_key(routing_key: str | None, headers: Mapping[str, str]) -> str:
