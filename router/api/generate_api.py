@@ -28,7 +28,7 @@ from router.request.fields import (
 from router.request.generation import Generation, GenerationGroup
 from router.request.prompt import AnswerOptions, Prompt
 from router.request.queue_limit import PlacesOfRequest
-from router.request.sampling import DialectFields, read_sampling, read_samplings
+from router.request.sampling import read_sampling, read_samplings
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
@@ -124,24 +124,14 @@ def _samplings(
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
     asked = body.sampling_params
     if not isinstance(asked, list):
-        body_of_all = asked or NativeSampling()
-        own = _native_fields(body_of_all)
-        return read_samplings(body_of_all, own, len(given), vocab_size, limits, "sampling_params")
+        of_all = asked or NativeSampling()
+        bound = of_all.max_new_tokens
+        return read_samplings(of_all, bound, len(given), vocab_size, limits, "sampling_params")
     bodies = given.each("sampling_params", asked, NativeSampling())
     return [
-        read_sampling(params, _native_fields(params), vocab_size, limits, f"sampling_params[{at}]")
+        read_sampling(params, params.max_new_tokens, vocab_size, limits, f"sampling_params[{at}]")
         for at, params in enumerate(bodies)
     ]
-
-
-def _native_fields(body: NativeSampling) -> DialectFields:
-    return DialectFields(
-        max_new_tokens=body.max_new_tokens,
-        min_new_tokens=body.min_new_tokens,
-        min_new_tokens_name="min_new_tokens",
-        seed=body.sampling_seed,
-        no_stop_trim=body.no_stop_trim,
-    )
 
 
 def _logprobs(

@@ -57,13 +57,12 @@ class NativeSampling(SamplingBody):
     """`sampling_params` of /generate, with SGLang's names."""
 
     max_new_tokens: NewTokens = about("0 only scores the prompt.", 128)
-    min_new_tokens: NewTokens = about("Nothing ends it before.", 0)
-    sampling_seed: Seed = None
+    chosen_seed: Seed = Field(default=None, alias="sampling_seed")
     add_special_tokens: Annotated[Any, Refused(why="a field beside sampling_params here")] = None
     # vLLM's names of these fields
     max_tokens: Annotated[Any, Refused(why="called max_new_tokens here")] = None
     min_tokens: Annotated[Any, Refused((0,), why="called min_new_tokens here")] = None
-    seed: Annotated[Any, Refused(why="called sampling_seed here")] = None
+    vllm_seed: Annotated[Any, Refused(why="called sampling_seed here")] = Field(default=None, alias="seed")
     logprobs: Annotated[Any, Refused(why="called return_logprob here, beside sampling_params")] = None
     include_stop_str_in_output: Annotated[Any, Refused((False,), why="called no_stop_trim here")] = None
 

@@ -28,7 +28,7 @@ from router.request.fields import (
     TokenIds,
     TopNum,
 )
-from router.request.sampling import JsonSchema, NewTokens, SamplingBody, Seed
+from router.request.sampling import JsonSchema, NewTokens, SamplingBody
 
 NoEffect = Annotated[Any, about("Taken from OpenAI's clients; has no effect.")]
 
@@ -73,8 +73,7 @@ class OpenAIBody(SamplingBody):
         "Longest answer; -1 is as if it were left out.", None
     )
     max_completion_tokens: Annotated[NewTokens | None, UNBOUNDED] = about("Newer name of `max_tokens`.", None)
-    min_tokens: NewTokens = about("Nothing ends it before.", 0)
-    seed: Seed = None
+    min_new_tokens: NewTokens = about("Nothing ends it before.", 0, alias="min_tokens")
     response_format: ResponseFormat | None = about("Asks for JSON.", None)
     stream: bool = about("Send events, each with what is new.", False)
     stream_options: StreamOptions | None = about("For a stream.", None)
@@ -95,6 +94,11 @@ class OpenAIBody(SamplingBody):
     data_parallel_rank: Annotated[Any, Refused()] = None
     bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
     cache_salt: Annotated[Any, Refused(why="called extra_key here")] = None
+
+    @property
+    def keeps_stop(self) -> bool:
+        """What matched stays in the text."""
+        return self.no_stop_trim or self.include_stop_str_in_output
 
 
 class CompletionBody(OpenAIBody):

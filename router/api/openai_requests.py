@@ -33,7 +33,7 @@ from router.request.fields import (
     read_routing_key,
 )
 from router.request.prompt import Prompt
-from router.request.sampling import AskedGrammar, DialectFields, read_sampling, read_samplings, schema_grammar
+from router.request.sampling import AskedGrammar, read_sampling, read_samplings, schema_grammar
 from router.text.chat_template import Chat
 from router.text.reply_parser import THINK, ReplyRegions
 from router.text.served_model import ServedModel
@@ -82,8 +82,9 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     best_of = _best_of(body, limits)
     limits.check("max_batch_size", "n" if body.best_of is None else "best_of", num_prompts * best_of)
     bounds = (body.max_tokens, body.max_completion_tokens)
-    own = openai_fields(body, next((bound for bound in bounds if bound is not None), _DEFAULT_MAX_TOKENS))
-    asked = read_samplings(body, own, num_prompts, model.vocab_size, limits)
+    max_new_tokens = next((bound for bound in bounds if bound is not None), _DEFAULT_MAX_TOKENS)
+    own = format_grammar(body.response_format)
+    asked = read_samplings(body, max_new_tokens, num_prompts, model.vocab_size, limits, own_grammar=own)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), "cmpl-", given)
     routing_key = read_routing_key(body.routing_key, intake.headers)
     asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
@@ -129,8 +130,8 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     calls = _wanted_calls(body, model)
     given = (body.max_completion_tokens, body.max_tokens)
     max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
-    own = openai_fields(body, max_new_tokens, calls)
-    params, options = read_sampling(body, own, model.vocab_size, limits)
+    own = calls.grammar if calls else format_grammar(body.response_format)  # a format is for text
+    params, options = read_sampling(body, max_new_tokens, model.vocab_size, limits, own_grammar=own)
     limits.check("max_batch_size", "n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, Prompts("messages", ""))
     routing_key = read_routing_key(body.routing_key, intake.headers)
@@ -201,22 +202,9 @@ def _work(
     )
 
 
-def openai_fields(
-    body: OpenAIBody, max_new_tokens: int, calls: ForcedCall | EnforcedCalls | None = None
-) -> DialectFields:
-    """The sampling fields whose names differ from /generate's. `response_format` is for text, not for `calls`."""
-    return DialectFields(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=body.min_tokens,
-        min_new_tokens_name="min_tokens",
-        seed=body.seed,
-        no_stop_trim=body.no_stop_trim or body.include_stop_str_in_output,
-        grammars=(calls.grammar if calls else _format_grammar("response_format", body.response_format),),
-    )
-
-
-def _format_grammar(field: str, asked: ResponseFormat | None) -> AskedGrammar | None:
+def format_grammar(asked: ResponseFormat | None) -> AskedGrammar | None:
     """The grammar of OpenAI's `response_format`; None for plain text."""
+    field = "response_format"
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":

@@ -77,22 +77,11 @@ def schema_grammar(field: str, schema: str | dict[str, Any] | None) -> AskedGram
     return AskedGrammar(field, Grammar("json_schema", text))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DialectFields:
-    """Sampling fields whose names differ between the dialects. Errors use `min_new_tokens_name`."""
-
-    max_new_tokens: int
-    min_new_tokens: int
-    min_new_tokens_name: str
-    seed: int | None
-    no_stop_trim: bool
-    grammars: tuple[AskedGrammar | None, ...] = ()
-    """Grammars of fields that only this dialect has."""
-
-
 class SamplingBody(Body):
-    """The fields that have one name in both dialects."""
+    """The fields of both dialects. Where their names differ, the field has an alias."""
 
+    min_new_tokens: NewTokens = about("Nothing ends it before.", 0)
+    chosen_seed: Seed = Field(default=None, alias="seed")
     n: int = about("Answers to each prompt; at most --max-n.", 1, ge=1, le=MAX_CHOICES)
     temperature: float = about("Divides the logits; 0 takes the most likely token.", 1.0, ge=0, le=1e6)
     top_p: float = about("Samples from the likeliest tokens that have this share.", 1.0, gt=0, le=1)
@@ -146,19 +135,29 @@ class SamplingBody(Body):
     logits_processors: Annotated[Any, Refused(([],))] = None
     truncate_prompt_tokens: Annotated[Any, Refused()] = None
 
+    @property
+    def keeps_stop(self) -> bool:
+        """What matched stays in the text."""
+        return self.no_stop_trim
+
 
 def read_sampling(
-    body: SamplingBody, own: DialectFields, vocab_size: int, limits: HttpLimits, path: str = ""
+    body: SamplingBody,
+    max_new_tokens: int,
+    vocab_size: int,
+    limits: HttpLimits,
+    path: str = "",
+    own_grammar: AskedGrammar | None = None,
 ) -> tuple[SamplingParams, AnswerOptions]:
-    """What `body`, at `path` in the request, and the dialect's `own` fields ask of the nodes and of the router.
+    """What `body`, at `path` in the request, asks of the nodes and of the router.
 
-    Raises RequestError for what types cannot check. A seed that is absent is drawn here, so that all nodes have the
-    same.
+    `own_grammar` is that of a field which only the dialect has. Raises RequestError for what types cannot check. A
+    seed that is absent is drawn here, so that all nodes have the same.
     """
     at = f"{path}." if path else ""
-    if own.min_new_tokens > own.max_new_tokens:
-        bound = f"at most the maximum of new tokens, {own.max_new_tokens}"
-        raise wrong(at + own.min_new_tokens_name, bound, own.min_new_tokens)
+    if body.min_new_tokens > max_new_tokens:
+        name = type(body).model_fields["min_new_tokens"].alias or "min_new_tokens"
+        raise wrong(at + name, f"at most the maximum of new tokens, {max_new_tokens}", body.min_new_tokens)
     stop_token_ids = body.stop_token_ids or []
     check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
     limits.check("max_n", f"{at}n", body.n)
@@ -170,13 +169,13 @@ def read_sampling(
             schema_grammar(f"{at}json_schema", body.json_schema),
             _text_grammar(f"{at}regex", "regex", body.regex),
             _text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
-            *own.grammars,
+            own_grammar,
         ),
         limits,
     )
     params = SamplingParams(
-        max_new_tokens=min(own.max_new_tokens, _MAX_TOKENS),
-        min_new_tokens=min(own.min_new_tokens, _MAX_TOKENS),
+        max_new_tokens=min(max_new_tokens, _MAX_TOKENS),
+        min_new_tokens=min(body.min_new_tokens, _MAX_TOKENS),
         temperature=0.0 if body.temperature < _SMALLEST_TEMPERATURE else body.temperature,
         top_p=body.top_p,
         top_k=min(body.top_k, _MAX_TOKENS),
@@ -188,14 +187,14 @@ def read_sampling(
         repetition_penalty=body.repetition_penalty,
         logit_bias=_biases(f"{at}logit_bias", body.logit_bias or {}, vocab_size),
         grammar=asked.grammar if asked else None,
-        seed=_random_seed() if own.seed is None else own.seed & MAX_SEED,
+        seed=_random_seed() if body.chosen_seed is None else body.chosen_seed & MAX_SEED,
     )
     return params, AnswerOptions(
         n=body.n,
         stop=stop,
         stop_regex=stop_regex,
         stop_regex_field=f"{at}stop_regex",
-        no_stop_trim=own.no_stop_trim,
+        no_stop_trim=body.keeps_stop,
         skip_special_tokens=body.skip_special_tokens,
         grammar_field=asked.field if asked else None,
     )
@@ -203,15 +202,16 @@ def read_sampling(
 
 def read_samplings(
     body: SamplingBody,
-    own: DialectFields,
+    max_new_tokens: int,
     num_prompts: int,
     vocab_size: int,
     limits: HttpLimits,
     path: str = "",
+    own_grammar: AskedGrammar | None = None,
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
     """What `body` asks for each of several prompts. It is checked once; an absent seed is drawn for each prompt."""
-    params, options = read_sampling(body, own, vocab_size, limits, path)
-    if own.seed is not None:
+    params, options = read_sampling(body, max_new_tokens, vocab_size, limits, path, own_grammar)
+    if body.chosen_seed is not None:
         return [(params, options)] * num_prompts
     others = (msgspec.structs.replace(params, seed=_random_seed()) for _ in range(num_prompts - 1))
     return [(each, options) for each in (params, *others)]

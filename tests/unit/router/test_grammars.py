@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.api.openai_bodies import CompletionBody
-from router.api.openai_requests import openai_fields
+from router.api.openai_requests import format_grammar
 from router.http.limits import HttpLimits
 from router.request.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
@@ -21,7 +21,8 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 
 def grammar_of(body: dict[str, object]) -> Grammar | None:
     asked = validate(CompletionBody, {"prompt": "a", **body})
-    return read_sampling(asked, openai_fields(asked, 16), 100, HttpLimits())[0].grammar
+    own = format_grammar(asked.response_format)
+    return read_sampling(asked, 16, 100, HttpLimits(), own_grammar=own)[0].grammar
 
 
 @pytest.mark.parametrize(
