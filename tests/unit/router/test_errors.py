@@ -59,6 +59,7 @@ SAMPLING: Wrong = UNSERVED | {
     "seed": [5],
     "logprobs": [5],
     "include_stop_str_in_output": [True],
+    "add_special_tokens": [False],
     "logit_bias": [
         *([1], {"-1": 2}, {str(BIG): 2}, {"the": 2}, {"1": "a"}, {"1": 101}, {"1": -100.5}),
         {str(i): 1 for i in range(1025)},
@@ -81,6 +82,7 @@ NATIVE: Wrong = UNSERVED_ANYWHERE | {
     "lora_id": ["x"],
     "return_bytes": [True],
     "bootstrap_host": [["x"]],
+    "add_special_tokens": ["no"],
     "priority": [1001, "high"],
     "routing_key": [7, "x" * 999],
     "extra_key": ["x" * 999],
@@ -122,6 +124,7 @@ COMPLETIONS: Wrong = OPENAI | {
     "echo": [1],
     "logprobs": [21, True],
     "suffix": ["x"],
+    "add_special_tokens": [0],
     "best_of": [129],
 }
 MESSAGE = {"role": "assistant", "content": None}
@@ -145,6 +148,7 @@ CHAT: Wrong = OPENAI | {
     "modalities": [["text", "audio"]],
     "documents": [["a"]],
     "chat_template": ["x"],
+    "add_special_tokens": [True],
 }
 TOOLS: Wrong = {"tool_choice": ["f", {"type": "function"}, CALL_OF_G, ["none"]]}
 TABLE: list[tuple[str, dict[str, object], Wrong]] = [

@@ -39,9 +39,7 @@ from tests.unit.router.fakes import (
     FakeNode,
     join_socket_of,
     joined_pair,
-    joined_router,
     serving_router,
-    write_model,
 )
 
 
@@ -143,30 +141,6 @@ async def test_every_node_is_profiled_or_the_refusal_names_who_was_not(model_fol
         assert prefill.profile_calls[2].num_steps is None  # type: ignore[union-attr]
         wrong = await client.post("/start_profile", json={"num_steps": -1})
         assert wrong.status_code == 400 and "num_steps" in wrong.json()["error"]["message"]
-
-
-async def test_tokenize_and_back(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, context_length=1 << 15)
-    async with joined_router(folder, [], wait=False) as (_, client):
-        text = "The quick brown 日本語 " * 500  # long enough for the worker thread
-        one = (await client.post("/tokenize", json={"prompt": text})).json()
-        assert one["count"] == len(one["tokens"])
-        back = await client.post("/detokenize", json={"tokens": one["tokens"]})
-        assert back.json()["text"] == text
-        many = (await client.post("/tokenize", json={"prompt": ["a", "bc"]})).json()
-        assert (await client.post("/detokenize", json={"tokens": many["tokens"]})).json()["text"] == [
-            "a",
-            "bc",
-        ]
-
-
-async def test_a_text_that_fits_no_context_is_not_tokenized(model_folder: Path) -> None:
-    async with joined_router(model_folder, [], wait=False) as (_, client):
-        for prompt, where in (("x" * 1_000_000, "the prompt"), (["a", "x" * 1_000_000], "prompt 1")):
-            refused = await client.post("/tokenize", json={"prompt": prompt})
-            error = refused.json()["error"]
-            assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
-            assert error["message"].startswith(f"{where} has 1000000 characters, more than 256 tokens")
 
 
 async def test_metrics(model_folder: Path) -> None:

@@ -149,22 +149,6 @@ async def test_the_stop_token_is_an_id_but_not_text(model_folder: Path, keep: bo
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": prefill.story[3]}
 
 
-async def test_timeline(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        body = {"text": "a", "sampling_params": {"max_new_tokens": 4}, "return_timeline": True}
-        meta = (await client.post("/generate", json=body)).json()["meta_info"]
-        stages = [(entry["role"], entry["stage"]) for entry in meta["timeline"]]
-        assert stages == [
-            ("prefill", "queued"),
-            ("prefill", "prefilling"),
-            ("decode", "transferring"),
-            ("decode", "decoding"),
-            ("router", "queued"),
-            ("router", "finished"),
-        ]
-        assert (meta["kv_pages_transferred"], meta["kv_bytes_transferred"]) == (3, 3000)
-
-
 async def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> None:
     async with joined_pair(model_folder) as ((_, decode), _, client):
         room = LIMITS.max_total_num_tokens

@@ -119,15 +119,6 @@ def test_the_likeliest_of_several_are_told(model_folder: Path, n: int) -> None:
     assert answer["usage"]["completion_tokens"] == 2 * 4 * 3
 
 
-def test_n_answers_at_temperature_0_are_equal(model_folder: Path) -> None:
-    for path, prompt in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": HI})):
-        answer = json.loads(
-            asyncio.run(post(model_folder, path, {**prompt, "n": 3, "temperature": 0, "max_tokens": 5}))
-        )
-        texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
-        assert len(texts) == 3 and len(set(texts)) == 1 and texts[0]
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_scoring_as_lm_eval_asks(model_folder: Path, max_tokens: int) -> None:
     """A list of token ids, echoed with logprobs; one token at most is generated, and not looked at."""
