@@ -21,18 +21,12 @@ from router.request.queue_limit import QueuePlaces
 from router.text.served_model import ModelSlot, ServedModel
 
 
-class Asked(Protocol):
-    """A checked body."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A checked body: what is to be completed, and whether the answer is a stream of events."""
 
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        """What is to be completed."""
-        ...
-
-    @property
-    def streams(self) -> bool:
-        """Whether the answer is a stream of events."""
-        ...
+    prompts: Sequence[Prompt]
+    streams: bool
 
 
 class Dialect(Protocol):

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from router.api.answering import Desk
+from router.api.answering import Asked, Desk
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
@@ -60,12 +60,10 @@ def generate_routes(desk: Desk) -> APIRouter:
 
 # ------------------------------------------------------------------------------------------ what is asked
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(Asked):
     """A checked body of /generate."""
 
-    prompts: list[Prompt]
     as_list: bool
-    streams: bool
     with_timeline: bool
     with_logprob_text: bool
 

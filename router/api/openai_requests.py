@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pydantic
 
+from router.api.answering import Asked
 from router.api.openai_bodies import (
     AllowedTools,
     ChatBody,
@@ -49,27 +50,21 @@ _ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAIRequest:
-    """A checked body of either route. `id` is the client's rid or a random one; `stream` is None for one answer.
+class OpenAIRequest(Asked):
+    """A checked body of either route. `id` is the client's rid or a random one.
 
     `echoes` are the prompts' texts if the answers begin with them. The answer has the `best_n` sequences of each
     prompt (None: all). `reads` says what is read of a chat's answers: the call that they must be, or regions.
     """
 
     id: str
-    prompts: list[Prompt]
-    stream: StreamOptions | None
+    stream: StreamOptions
     with_timeline: bool
     with_logprobs: bool
     echoes: Sequence[str] | None = None
     best_n: int | None = None
     reads: ReplyRegions | ForcedCall | None = None
     hides_reasoning: bool = False
-
-    @property
-    def streams(self) -> bool:
-        """Whether the answer is a stream of events."""
-        return self.stream is not None
 
 
 async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest:
@@ -111,7 +106,8 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     return OpenAIRequest(
         id=reply_id,
         prompts=prompts,
-        stream=_stream(body),
+        streams=body.stream,
+        stream=body.stream_options or StreamOptions(),
         with_timeline=body.return_timeline,
         with_logprobs=asked_logprobs is not None,
         echoes=echoes,
@@ -153,7 +149,8 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     return OpenAIRequest(
         id=reply_id,
         prompts=[prompt],
-        stream=_stream(body),
+        streams=body.stream,
+        stream=body.stream_options or StreamOptions(),
         with_timeline=body.return_timeline,
         with_logprobs=body.logprobs,
         reads=reads,
@@ -336,10 +333,6 @@ def unknown_model(name: str, model: ServedModel) -> RequestError:
 def _check_model(name: str | None, model: ServedModel) -> None:
     if name not in (None, "", "default", model.name, model.model):
         raise unknown_model(name or "", model)
-
-
-def _stream(body: OpenAIBody) -> StreamOptions | None:
-    return (body.stream_options or StreamOptions()) if body.stream else None
 
 
 def _ids(given: str | list[str] | None, prefix: str, prompts: Prompts) -> tuple[str, Sequence[str]]:

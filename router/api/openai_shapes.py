@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -34,7 +34,7 @@ from router.api.openai_answers import (
     Usage,
 )
 from router.api.openai_requests import OpenAIRequest
-from router.api.tool_calls import ForcedCall
+from router.api.tool_calls import ForcedCall, Reader
 from router.http.answer import Answer
 from router.http.responses import DATA_ONLY
 from router.request.generation import Generation, GenerationGroup
@@ -68,7 +68,6 @@ class OpenAIShape:
     async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
         """An event for all tokens of a sequence that have come."""
         options = self._asked.stream
-        assert options is not None
 
         def usage_so_far() -> MaybeUsage:
             return self.usage(group.generations) if options.continuous_usage_stats else UNSET
@@ -187,44 +186,13 @@ class CompletionShape(OpenAIShape):
         return scored.logprobs(prompt=prompt, output_from=output_from)
 
 
-class ReplyReader(Protocol):
-    """Reads the text of one sequence as it comes."""
-
-    @property
-    def finish_reason(self) -> Literal["stop", "tool_calls"]:
-        """Of a sequence that has ended by itself."""
-        ...
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Of those so far."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Of those so far."""
-        ...
-
-    @property
-    def is_content(self) -> Sequence[bool]:
-        """Of each token for which it is decided, whether its text is content."""
-        ...
-
-    def feed(self, texts: Sequence[str], end: str | None = None, *, is_cut: bool = False) -> ReplyDelta:
-        """What the texts of more tokens add; with the `end` of the answer, the text that comes behind them.
-
-        It `is_cut` off if a length has ended it.
-        """
-        ...
-
-
 class ChatShape(OpenAIShape):
     """/v1/chat/completions. `asked.reads` makes a reader for each sequence; None: all of a text is content."""
 
     def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
         super().__init__(asked, model)
         self._reads = asked.reads
-        self._readers: dict[int, ReplyReader] = {}
+        self._readers: dict[int, Reader] = {}
         self._num_scored: dict[int, int] = {}
         """Of each sequence the tokens that were told, or left out, with their logprobs."""
 
@@ -261,7 +229,7 @@ class ChatShape(OpenAIShape):
         choices = [self._choice(index, generation) for index, generation in enumerate(chosen)]
         return ChatCompletion(**self._head, choices=choices, usage=self.usage(generations))
 
-    def _reader(self, generation: Generation) -> ReplyReader | None:
+    def _reader(self, generation: Generation) -> Reader | None:
         if generation.index not in self._readers and self._reads is not None:
             self._readers[generation.index] = self._reads.reader()
         return self._readers.get(generation.index)
@@ -289,7 +257,7 @@ class ChatShape(OpenAIShape):
             **self._timeline(generation),
         )
 
-    def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatDelta:
+    def _more(self, generation: Generation, reader: Reader | None, text: str) -> ChatDelta:
         if reader is None:
             return ChatDelta(content=text or UNSET)
         end = generation.output.end if generation.finish_reason is not None else None
@@ -302,9 +270,7 @@ class ChatShape(OpenAIShape):
             return {}
         return {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
 
-    def _logprobs(
-        self, generation: Generation, first: int, reader: ReplyReader | None
-    ) -> ChatLogprobs | None:
+    def _logprobs(self, generation: Generation, first: int, reader: Reader | None) -> ChatLogprobs | None:
         if not self._asked.with_logprobs:
             return None
         if reader is None:
@@ -375,7 +341,7 @@ def _is_cut(generation: Generation) -> bool:
     return isinstance(generation.finish_reason, LengthReason)
 
 
-def _end(generation: Generation, reader: ReplyReader | None = None) -> dict[str, Any]:
+def _end(generation: Generation, reader: Reader | None = None) -> dict[str, Any]:
     """`finish_reason` and `matched_stop`, both null while the sequence runs."""
     reason = generation.finish_reason
     kind = None if reason is None else kind_of(reason)

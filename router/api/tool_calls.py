@@ -15,7 +15,7 @@ import msgspec
 
 from router.http.wording import wrong
 from router.request.sampling import AskedGrammar
-from router.text.reply_parser import CallDelta, JsonCall, ReplyDelta, ReplyFormat, ReplyRegions
+from router.text.reply_parser import CallDelta, JsonCall, ReplyDelta, ReplyFormat, ReplyReader, ReplyRegions
 from shared.grammar.schema_keywords import LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, SINGLE_SCHEMAS
 from shared.protocol.sampling_params import CallGrammar, Grammar
 
@@ -141,6 +141,10 @@ class ForcedReader:
         elif text or (self._name and self._before is None):  # the text is the arguments
             name, self._name = self._name, None
             yield CallDelta(0, text, name)
+
+
+Reader = ReplyReader | ForcedReader
+"""Reads the text of one sequence as it comes."""
 
 
 def _around(form: ReplyFormat | None) -> dict[str, Any]:
