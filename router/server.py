@@ -269,7 +269,7 @@ class Router:
         self._live = LiveState(
             self._membership,
             self._dispatcher,
-            self._metrics.traffic,
+            self._metrics,
             self._status,
             self.model,
             str(self._index) if config.http.router_workers > 1 else None,

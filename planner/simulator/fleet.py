@@ -16,8 +16,8 @@ from planner.simulator.runner import VOCAB_SIZE, token_at
 from planner.simulator.transport import NetworkModel, Transport
 from planner.traffic.trace import SimRequest
 from router.dispatch.dispatcher import Deadlines, Dispatcher
-from router.dispatch.failover import Loss
 from router.dispatch.metrics import Metrics
+from router.dispatch.node import Loss
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.stages import Start

@@ -28,7 +28,8 @@ from router.api.live_feed import (
     Sample,
 )
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.recent_traffic import WINDOW_ROLLS, RecentTraffic
+from router.dispatch.histograms import WINDOW_ROLLS
+from router.dispatch.metrics import Metrics
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
@@ -73,7 +74,7 @@ class LiveState:
         self,
         membership: Membership,
         dispatcher: Dispatcher,
-        traffic: RecentTraffic,
+        traffic: Metrics,
         status: FleetStatus,
         model: ModelSlot,
         worker: str | None = None,

@@ -14,7 +14,7 @@ from math import ceil
 from statistics import median
 
 from router.dispatch.fleet_view import FleetView
-from router.dispatch.running_req import Node
+from router.dispatch.node import Node
 from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import Lend, Load, NodeRef, Role, Work
 from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S

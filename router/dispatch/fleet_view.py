@@ -2,19 +2,34 @@
 
 What a node has to do is what its latest Pong says, and what this router has sent to it since. A node's load, links
 and cached prefixes are its own (`Node`).
+
+A full decode node gives its next place, a row and pages, away when one of its sequences ends. With few sequences on a
+node, the average rate at which places come free says little: all of them may have begun a moment ago. So the wait is
+estimated from how long each sequence has had its place, and from how long sequences have kept theirs lately.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.dispatch.places import Places
-from router.dispatch.running_req import Attempt, Node
-from router.dispatch.suspicion import Suspicion
-from shared.protocol.messages import Load, Role
+from router.dispatch.node import Node
+from router.dispatch.running_req import Attempt, RunningReq
+from shared.log import event
+from shared.protocol.messages import Load, ReqKey, Role
 from shared.timeline import Clock
+
+FAILURES_TO_OPEN = 3
+OPEN_S = 10.0
+_FORGET_S = 600.0
+"""A node of which nothing has failed for so long has no failures any more."""
+_KEPT_STAYS = 64
+"""The latest stays that count."""
+_MAX_AHEAD = 4096
+"""So many sequences ahead of one are counted, since a node may tell any number."""
 
 
 class Fleet(Protocol):
@@ -71,6 +86,86 @@ class Amounts:
         return max(own.live, in_pong + own.since if own.load is load else in_pong)
 
 
+@dataclass(slots=True)
+class _Failures:
+    count: int = 0
+    last_at: float = 0.0
+    shunned_until: float = 0.0
+
+
+class Suspicion:
+    """Which nodes get no new sequences for now: those that fail again and again, and those that try a suspect alone.
+
+    A node that fails FAILURES_TO_OPEN times in a row gets one sequence each OPEN_S, until it has served one to the
+    end (the circuit breaker of Nygard, "Release It!"). A node that is started anew keeps its failures. A sequence
+    that may be what crashes nodes (`Failover.is_suspect`) is tried on a node that runs nothing else.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures: dict[str, _Failures] = {}
+        self._trials: dict[RunningReq, bool] = {}
+        """Whether the node of each has said that it holds nothing else."""
+
+    def shuns(self, node: Node) -> bool:
+        """Whether a node should get no new sequences, if there are others."""
+        failures = self._failures.get(node.ref.node_id)
+        return self.tries_on(node) or (failures is not None and self._clock() < failures.shunned_until)
+
+    # ------------------------------------------------------------------------------------ of nodes
+    def failed(self, node: Node) -> None:
+        """Count a failure that a node is to blame for, or the loss of its connection."""
+        now = self._clock()
+        self._failures = {name: one for name, one in self._failures.items() if now < one.last_at + _FORGET_S}
+        failures = self._failures.setdefault(node.ref.node_id, _Failures())
+        failures.count += 1
+        failures.last_at = now
+        if failures.count >= FAILURES_TO_OPEN and now >= failures.shunned_until:
+            failures.shunned_until = now + OPEN_S
+            event("circuit_open", node=node.ref.incarnation, failures=failures.count, for_s=OPEN_S)
+
+    def sent(self, node: Node) -> None:
+        """Let no other sequence follow one that is sent to a node that has failed too often."""
+        failures = self._failures.get(node.ref.node_id)
+        if failures is not None and failures.count >= FAILURES_TO_OPEN:
+            failures.shunned_until = self._clock() + OPEN_S
+
+    def served(self, node: Node) -> None:
+        """Forget the failures of a node that has served a sequence to the end."""
+        self._failures.pop(node.ref.node_id, None)
+
+    # -------------------------------------------------------------------------------- of sequences
+    @property
+    def num_trials(self) -> int:
+        """Suspects that are tried now."""
+        return len(self._trials)
+
+    def tries_on(self, node: Node) -> bool:
+        """Whether a suspect is tried on `node`."""
+        return any(node in req.attempt.holders for req in self._trials)
+
+    def is_tried(self, req: RunningReq) -> bool:
+        """Whether `req` is a suspect that is tried now."""
+        return req in self._trials
+
+    def is_alone(self, req: RunningReq) -> bool:
+        """Whether the node of a suspect has said that it holds nothing else."""
+        return self._trials.get(req, False)
+
+    def try_alone(self, req: RunningReq) -> None:
+        """Try a suspect, which is about to be sent."""
+        self._trials[req] = False
+
+    def runs_alone(self, req: RunningReq) -> None:
+        """Note that the node of a suspect has begun it, and holds nothing else."""
+        if req in self._trials:
+            self._trials[req] = True
+
+    def end_trial(self, req: RunningReq) -> None:
+        """End the trial of `req`, if there is one: it has ended, failed, or been acquitted."""
+        self._trials.pop(req, None)
+
+
 class FleetView:
     """What a placement is decided by: `suspicion`, and for each node its sequences, queued tokens and used pages.
 
@@ -80,7 +175,10 @@ class FleetView:
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
         self._fleet = fleet
         self.suspicion = Suspicion(clock)
-        self.places = Places(clock)
+        self._clock = clock
+        self._places: dict[str, dict[ReqKey, float | None]] = {}
+        """This router's attempts on each decode node: when each had its first token."""
+        self._stays: deque[float] = deque(maxlen=_KEPT_STAYS)
         self.seqs = Amounts(_seqs_in_pong)
         self.queued_tokens = Amounts(lambda load: load.num_queued_tokens)
         self.used_pages = Amounts(
@@ -122,7 +220,7 @@ class FleetView:
             self.last[node.role] = node.ref.node_id
             self._change(attempt, node, 1)
             if node.role is Role.DECODE:
-                self.places.sent(node, attempt.key)
+                self._places.setdefault(node.ref.incarnation, {})[attempt.key] = None
 
     def computed(self, attempt: Attempt) -> None:
         """Note that the prompt of an attempt is computed. No-op from the second time on."""
@@ -132,14 +230,21 @@ class FleetView:
             self.queued_tokens.change(first, -attempt.num_queued_tokens)
             if first.role is Role.PREFILL:
                 self._change(attempt, first, -1)
-            self.places.began(attempt.nodes[-1], attempt.key)
+            there = self._places.get(attempt.nodes[-1].ref.incarnation, {})
+            if attempt.key in there:
+                there[attempt.key] = self._clock()
 
     def ended(self, attempt: Attempt, *, goes_on: bool) -> None:
         """Count an attempt off that has left its nodes. `goes_on`: its sequence does, on others."""
         is_whole = not goes_on and not attempt.key.attempt
         for node in attempt.nodes:
             if node.role is Role.DECODE:
-                self.places.ended(node, attempt.key, is_whole=is_whole)
+                there = self._places.get(node.ref.incarnation, {})
+                began = there.pop(attempt.key, None)
+                if began is not None and is_whole:
+                    self._stays.append(self._clock() - began)
+                if not there:
+                    self._places.pop(node.ref.incarnation, None)
                 self._change(attempt, node, -1)
         self.computed(attempt)
 
@@ -151,7 +256,9 @@ class FleetView:
     def place_wait_s(self, node: Node, num_pages: int, compute_s: float) -> float:
         """Seconds until a decode node has a row, and `num_pages` pages, for one more sequence.
 
-        It keeps both for `compute_s`, while its prompt is computed, before it has its first token.
+        It keeps both for `compute_s`, while its prompt is computed, before it has its first token. Sequences take
+        places in the order in which they came. Those of other routers are taken to be there like this router's: as
+        many have a place as there is room for, and these end one after the other.
         """
         load, num_seqs, used_pages = node.load, self.seqs.of(node), self.used_pages.of(node)
         num_places = node.limits.max_running_requests
@@ -159,8 +266,29 @@ class FleetView:
             num_places = min(num_places, load.num_running + load.num_transferring)
         elif load.num_pages < used_pages + num_pages and used_pages:
             num_places = min(num_places, load.num_pages * num_seqs // used_pages)
-        num_places = max(num_places, 1)
-        return self.places.wait_s(node, num_seqs, num_places, compute_s)
+        there = self._places.get(node.ref.incarnation, {})
+        now = self._clock()
+        ages = [now - began for began in there.values() if began is not None]
+        num_places = max(num_places, 1, len(ages))
+        if num_seqs < num_places:
+            return 0.0
+        stay_s = sum(self._stays) / len(self._stays) if self._stays else max(ages, default=0.0)
+        num_theirs = min(max(num_seqs - len(there), 0), num_places - len(ages))
+        ends = [self._left_s(age, stay_s) for age in ages]
+        ends += [stay_s * (i + 1) / (num_theirs + 1) for i in range(num_theirs)]
+        ends += [0.0] * (num_places - len(ends))
+        heapq.heapify(ends)
+        for _ in range(min(num_seqs - len(ages) - num_theirs, _MAX_AHEAD)):
+            heapq.heapreplace(ends, ends[0] + compute_s + stay_s)
+        return ends[0]
+
+    def _left_s(self, age_s: float, stay_s: float) -> float:
+        """How much longer a sequence stays: as those of the latest that had stayed for `age_s` as well.
+
+        If none has, the sequence stays as long again, and at least `stay_s`.
+        """
+        longer = [stay for stay in self._stays if stay > age_s]
+        return sum(longer) / len(longer) - age_s if longer else max(age_s, stay_s)
 
     def _change(self, attempt: Attempt, node: Node, sign: int) -> None:
         self.seqs.change(node, sign)

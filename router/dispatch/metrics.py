@@ -12,10 +12,9 @@ from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from router.dispatch.failover import Cause
-from router.dispatch.loop_histogram import LoopHistogram
-from router.dispatch.recent_traffic import RecentTraffic
-from router.dispatch.running_req import Aborted, Node, RunningReq
+from router.dispatch.histograms import LatencyWindow, LoopHistogram
+from router.dispatch.node import Node
+from router.dispatch.running_req import Aborted, Cause, RunningReq
 from router.dispatch.stages import StartStage, stages_of
 from shared.protocol.load_metrics import LoadCollector
 from shared.protocol.messages import Role
@@ -34,11 +33,13 @@ F = TypeVar("F", Counter, Gauge, Histogram)
 class Metrics:
     """The metrics of one router, in a registry of their own, since tests have two routers in one process.
 
-    `model_name` is called for each figure, since a router may learn the model from its nodes.
+    `model_name` is called for each figure, since a router may learn the model from its nodes. The counts and windows
+    of recent traffic are for `/live`: counts only grow, and `roll` ends an interval of both windows.
     """
 
     def __init__(self, model_name: Callable[[], str]) -> None:
-        self.traffic = RecentTraffic()
+        self.num_reqs = self.num_rejected = self.num_tokens = 0
+        self.ttft, self.itl = LatencyWindow(), LatencyWindow()
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._children: dict[Counter | Gauge | Histogram, Counter | Gauge | Histogram] = {}
@@ -126,12 +127,17 @@ class Metrics:
     def rejected(self) -> None:
         """Count an HTTP request that was refused because the queue was full."""
         self._own(self._rejected).inc()
-        self.traffic.rejected()
+        self.num_rejected += 1
 
     def refused_late(self) -> None:
         """Count an HTTP request that was refused because its first token would have come too late."""
         self._own(self._refused_late).inc()
-        self.traffic.rejected()
+        self.num_rejected += 1
+
+    def roll(self) -> None:
+        """End the interval of both windows of recent traffic."""
+        self.ttft.roll()
+        self.itl.roll()
 
     def failed_over(self, cause: Cause) -> None:
         """Count a sequence that is sent to other nodes."""
@@ -165,19 +171,20 @@ class Metrics:
     def started(self, req: RunningReq) -> None:
         """Count a sequence that was sent to its nodes, or aborted before."""
         self._own(self._requests).inc()
-        self.traffic.started()
+        self.num_reqs += 1
 
     def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
         """Count `num_new` tokens that came in order; `since` is the time of the token before them."""
         if num_new == 0:
             return
+        self.num_tokens += num_new
         if since is None:
             self._own(self._ttft).observe(now - req.started_at)
-            self.traffic.first_tokens(num_new, now - req.started_at)
+            self.ttft.observe(now - req.started_at)
         else:
             itl_s = (now - since) / num_new
             self._itl.observe(itl_s, num_new)
-            self.traffic.more_tokens(num_new, itl_s)
+            self.itl.observe(itl_s, num_new)
 
     def generated(self, num_tokens: int) -> None:
         """Count the new tokens of all sequences in one step of a node."""

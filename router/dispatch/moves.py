@@ -16,8 +16,9 @@ import msgspec
 
 from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
+from router.dispatch.node import Node
 from router.dispatch.placement import Placement
-from router.dispatch.running_req import Attempt, Node, RunningReq
+from router.dispatch.running_req import Attempt, RunningReq
 from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import Cancel, Decode, Move, Role, TokenEntry

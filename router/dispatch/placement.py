@@ -17,10 +17,9 @@ from math import ceil
 from random import Random
 
 from router.dispatch.estimate import Fetch, FirstToken, RequestEstimates
-from router.dispatch.failover import Numerics
 from router.dispatch.fleet_view import FleetView, room
+from router.dispatch.node import Node, Numerics
 from router.dispatch.policy import Candidates, RoutingPolicy
-from router.dispatch.running_req import Node
 from shared.errors import RequestError, maximum_context
 from shared.protocol.messages import Role, Work
 

@@ -12,7 +12,7 @@ from math import ceil
 from random import Random
 
 from router.dispatch.estimate import RequestEstimates
-from router.dispatch.running_req import Node
+from router.dispatch.node import Node
 from shared.protocol.messages import Role
 
 MAX_IMBALANCE = 16

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from router.dispatch.failover import Loss
-from router.dispatch.running_req import Node
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.node import Loss
 from router.nodes.node_link import LiveNode
 from shared.errors import LinkError
 from shared.protocol.messages import (
@@ -28,50 +28,12 @@ from shared.protocol.messages import (
     Ping,
     Pong,
     Relay,
-    ReqKey,
     RunsAlone,
-    TokenEntry,
     Tokens,
 )
 
 _TURN_S = 0.005
 """After so long with one node's messages the event loop serves other nodes and the streams."""
-
-
-class NodeEvents(Protocol):
-    """Receives nodes' messages about requests. Real: `dispatch.Dispatcher`."""
-
-    def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
-        """A node has generated tokens in one step."""
-        ...
-
-    def on_failed(self, node: Node, failed: Failed) -> None:
-        """A node has failed a request."""
-        ...
-
-    def on_not_cached(self, node: Node, key: ReqKey) -> None:
-        """A node no longer caches the prefix for which it was chosen."""
-        ...
-
-    def on_moved(self, node: Node, key: ReqKey) -> None:
-        """A request has left the node for another one."""
-        ...
-
-    def on_runs_alone(self, node: Node, key: ReqKey) -> None:
-        """A node has begun a request that is to run alone, and holds no other."""
-        ...
-
-    def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
-        """A node wants these requests, which run on it, to be moved."""
-        ...
-
-    def on_node_alive(self, node: Node) -> None:
-        """A node is connected."""
-        ...
-
-    def on_node_lost(self, node: Node, reason: str, loss: Loss) -> None:
-        """A node is gone, and has left `Membership.live`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,25 +60,22 @@ class NodeLost(LinkError):
 
 
 class Conversation:
-    """Receives from a node and pings it, until the link is lost, or the node is silent or leaves."""
+    """Receives from a node and pings it, until the link is lost, or the node is silent or leaves.
+
+    What the node says of requests goes to the `dispatcher`, and what it says of the fleet to `on_fleet`.
+    """
 
     def __init__(
         self,
         node: LiveNode,
-        events: NodeEvents,
+        dispatcher: Dispatcher,
         timing: Timing,
-        on_answered: Callable[[Answered], None],
-        on_pong: Callable[[], None],
-        on_draining: Callable[[Draining], None],
-        on_relay: Callable[[Relay], None],
+        on_fleet: Callable[[Pong | Draining | Relay], None],
     ) -> None:
         self._node = node
-        self._events = events
+        self._dispatcher = dispatcher
         self._timing = timing
-        self._on_answered = on_answered
-        self._on_pong = on_pong
-        self._on_draining = on_draining
-        self._on_relay = on_relay
+        self._on_fleet = on_fleet
 
     async def run(self) -> None:
         """Run until the end of the link. Always raises a LinkError that says why."""
@@ -156,29 +115,27 @@ class Conversation:
     def _handle(self, message: NodeToRouter) -> None:
         match message:
             case Tokens(entries):
-                self._events.on_tokens(self._node, entries)
+                self._dispatcher.on_tokens(self._node, entries)
             case Failed():
-                self._events.on_failed(self._node, message)
+                self._dispatcher.on_failed(self._node, message)
             case Pong():
                 self._node.pong(message, time.monotonic())
-                self._on_pong()
+                self._on_fleet(message)
             case Answered():
-                self._on_answered(message)
+                self._node.answered(message)
             case CacheEvents():
                 if not self._node.prefixes.apply(message):
                     self._node.send(CacheResync())
             case NotCached(key):
-                self._events.on_not_cached(self._node, key)
+                self._dispatcher.on_not_cached(self._node, key)
             case Moved(key):
-                self._events.on_moved(self._node, key)
+                self._dispatcher.on_moved(self._node, key)
             case RunsAlone(key):
-                self._events.on_runs_alone(self._node, key)
+                self._dispatcher.on_runs_alone(self._node, key)
             case MoveWanted(keys):
-                self._events.on_move_wanted(self._node, keys)
-            case Draining():
-                self._on_draining(message)
-            case Relay():
-                self._on_relay(message)
+                self._dispatcher.on_move_wanted(self._node, keys)
+            case Draining() | Relay():
+                self._on_fleet(message)
             case NodeHello(node) if node.incarnation == self._node.ref.incarnation:
                 pass  # a slow node answers the RouterHello of an earlier try too; it had both before any work
             case Leaving(reason, crashed):

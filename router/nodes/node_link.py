@@ -7,7 +7,8 @@ message of the old connection for one of the new.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -15,9 +16,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.dispatch.failover import Loss
-from router.dispatch.figures import believed
-from router.dispatch.prefix_index import PrefixIndex
+from router.dispatch.node import Loss, Node, believed
 from router.nodes.liveness import Liveness
 from shared.errors import LinkError
 from shared.log import LimitedWarning
@@ -25,16 +24,13 @@ from shared.protocol.dial_socket import DialSocket, from_frames, to_frames
 from shared.protocol.messages import (
     FRAME_ERRORS,
     PROTOCOL_VERSION,
+    Answered,
     CacheResync,
-    Load,
     NodeHello,
-    NodeLimits,
-    NodeRef,
     NodeToRouter,
     Ping,
     Pong,
     Refused,
-    Role,
     RouterHello,
     RouterToNode,
     other_version,
@@ -151,69 +147,49 @@ def _decode(frames: list[bytes]) -> NodeToRouter:
         raise LinkError(f"sent a message that cannot be decoded: {e}") from e
 
 
-class LiveNode:
-    """A node from its hello until its link is lost. The dispatcher sends requests to it."""
+class LiveNode(Node):
+    """A node at the other end of a NodeLink. The dispatcher sends requests to it."""
 
     def __init__(self, hello: NodeHello, link: NodeLink, liveness: Liveness) -> None:
-        self.hello = hello
+        super().__init__(hello)
         self.link = link
         self.liveness = liveness
-        self.load = Load()
         self.load_at = 0.0
-        self.prefixes = PrefixIndex()
         self._wrong_load = LimitedWarning("wrong_load")
         self._pong = asyncio.Event()
         self._last_refresh = self._last_refreshed = 0
         """Their pings count down from -1. Other pings count up from 1, and a pong without a ping has 0."""
-
-    @property
-    def ref(self) -> NodeRef:
-        """The node's id, incarnation and address."""
-        return self.hello.node
-
-    @property
-    def role(self) -> Role:
-        """The role of the node, which it has until this link ends."""
-        return self.hello.role
-
-    @property
-    def limits(self) -> NodeLimits:
-        """Sizes of the requests that the node takes."""
-        return self.hello.limits
-
-    @property
-    def version(self) -> int:
-        """The PROTOCOL_VERSION of the node."""
-        return self.hello.version
-
-    @property
-    def numerics(self) -> str:
-        """What decides about the bits that the node computes."""
-        return self.hello.layout.numerics
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it computes a token to the same bits by any forward."""
-        return self.hello.is_exact
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a KV page."""
-        return self.hello.layout.page_size
-
-    @property
-    def kv_nbytes_per_token(self) -> int:
-        """Bytes of KV of one token in all layers."""
-        return self.hello.layout.nbytes_per_token
+        self._calls = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Answered]] = {}
 
     def send(self, message: RouterToNode) -> None:
         """Queue a message for the node, whose version knows its type. Dropped when the link is lost."""
         assert message.since_version <= self.version, f"{type(message).__name__} to version {self.version}"
         self.link.send(message)
 
+    def call(self, message: Callable[[int], RouterToNode]) -> asyncio.Future[Answered]:
+        """Send a call, and return the answer to come. A node that is lost before has refused, with the call id 0."""
+        call_id, answer = next(self._calls), asyncio.get_running_loop().create_future()
+        self._asked[call_id] = answer
+        answer.add_done_callback(lambda _: self._asked.pop(call_id))
+        self.send(message(call_id))
+        return answer
+
+    def answered(self, answered: Answered) -> None:
+        """Take the answer to a call."""
+        answer = self._asked.get(answered.call_id)
+        if answer is not None and not answer.done():
+            answer.set_result(answered)
+
+    def lost(self) -> None:
+        """End the calls that wait for an answer."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_result(Answered(0, False, "it was lost before it answered"))
+
     def pong(self, pong: Pong, now: float) -> None:
         """Take the load of a Pong, which answers a Ping or reports a change of links."""
-        self.load, wrong = believed(pong.load)
+        self._load, wrong = believed(pong.load)
         self.load_at = now
         if wrong:
             figures = ", ".join(f"{name}={figure:g}" for name, figure in wrong.items())

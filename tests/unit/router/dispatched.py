@@ -9,8 +9,8 @@ from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.estimate import RequestEstimates
 from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
+from router.dispatch.node import PrefixIndex
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
-from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.running_req import RunningReq
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.dispatch.prefix_index import ASK_AFTER_PONGS
+from router.dispatch.node import ASK_AFTER_PONGS
 from router.http.config import DispatchOptions
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import (

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from router.dispatch.failover import Loss
-from router.dispatch.running_req import Node
+from router.dispatch.node import Loss, Node
 from router.nodes.conversation import Timing
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import Member, MemberState

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.dispatch.failover import Cause
+from router.dispatch.running_req import Cause
 from shared.protocol.messages import Failed, Finish, Load, TokenEntry
 from tests.unit.router.fakes import joined_pair, write_model
 from tests.unit.router.test_placement import Fleet

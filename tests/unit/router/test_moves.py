@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.dispatch.failover import TRIAL_TOKENS
 from router.dispatch.policy import ttft
-from router.dispatch.running_req import RunningReq
+from router.dispatch.running_req import TRIAL_TOKENS, RunningReq
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
     Cancel,

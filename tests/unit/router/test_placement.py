@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 
-from router.dispatch.failover import Loss
+from router.dispatch.node import Loss, PrefixIndex
 from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES, Candidates
-from router.dispatch.prefix_index import PrefixIndex
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import Decode, Failed, Finish, Load, NodeLimits, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -217,7 +216,7 @@ class TestCounts:
         fleet.dispatcher.on_node_lost(fleet.prefills[0], "killed", Loss.CRASHED)
         assert fleet.view.seqs.of(node) == 0
         assert not fleet.view.seqs._own and not fleet.view.used_pages._own
-        assert not fleet.view.places._on
+        assert not fleet.view._places
 
     def test_other_routers_sequences_are_added(self) -> None:
         fleet = Fleet(1)

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import zmq
 
-from router.dispatch.failover import Loss
-from router.dispatch.suspicion import FAILURES_TO_OPEN
+from router.dispatch.fleet_view import FAILURES_TO_OPEN
+from router.dispatch.node import Loss
 from router.http.config import DispatchOptions
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
