@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import nlargest
 from math import ceil
+from random import Random
 from statistics import median
 
 from router.dispatch.fleet_view import FleetView
@@ -67,9 +68,20 @@ class FirstToken:
 
 
 class RequestEstimates:
-    """One request as it would fare on each node of the `view`. Times are seconds."""
+    """One request as it would fare on each node of the `view`. Times are seconds.
 
-    def __init__(self, work: Work, view: FleetView) -> None:
+    A decode node computes by itself what has at most `local_prefill_tokens`; None: what it computes sooner than a
+    prefill node would, if it holds the beginning.
+    """
+
+    def __init__(
+        self, work: Work, view: FleetView, random: Random, local_prefill_tokens: int | None = None
+    ) -> None:
+        self.random = random
+        """For policies that draw."""
+        self.elsewhere_s: float | None = None
+        """For a choice of decode nodes: how long another node takes to compute the prompt. None: no other can."""
+        self._local_prefill_tokens = local_prefill_tokens
         self.num_tokens = len(work.input_ids) + len(work.output_ids)
         """Tokens of the sequence that are known."""
         self._work = work
@@ -119,6 +131,10 @@ class RequestEstimates:
         num_pages = ceil(self.num_missing_tokens(node) / node.page_size)
         return self._view.used_pages.of(node) + num_pages <= node.load.num_pages
 
+    def last_chosen(self, role: Role) -> str:
+        """The node_id of the node of a role that was sent the request before."""
+        return self._view.last[role]
+
     def load(self, node: Node) -> int:
         """Tokens that wait for their prefill on a prefill node; sequences on a decode node."""
         return self._view.queued_tokens.of(node) if node.role is Role.PREFILL else self.num_seqs(node)
@@ -144,17 +160,15 @@ class RequestEstimates:
         """As `prefill_s` on a decode node, with the pauses of the sequences there, of which there is at least one."""
         return self.prefill_s(node) * (1 + PAUSE_COSTS * max(self.num_seqs(node), 1))
 
-    def local_limit(self, node: Node, prefill_s: float, most: int | None) -> int | None:
-        """Most tokens of the prompt that a decode node computes by itself; None: a prefill node, in `prefill_s`.
-
-        `most` is --local-prefill-tokens; None: what it computes sooner, if it holds the beginning.
-        """
-        num_missing = self.num_missing_tokens(node)
+    def local_limit(self, node: Node) -> int | None:
+        """Most tokens of the prompt that a decode node computes by itself; None: a prefill node, in `elsewhere_s`."""
+        assert self.elsewhere_s is not None
+        num_missing, most = self.num_missing_tokens(node), self._local_prefill_tokens
         if most is not None:
             return most if num_missing <= most else None
         if num_missing <= ALWAYS_LOCAL_TOKENS:
             return ALWAYS_LOCAL_TOKENS
-        elsewhere_s = max(prefill_s, self.transfer_s(node))
+        elsewhere_s = max(self.elsewhere_s, self.transfer_s(node))
         if self.num_cached_pages(node) and self.local_prefill_s(node) < elsewhere_s:
             return 2 * num_missing  # it may have evicted a little meanwhile
         return None

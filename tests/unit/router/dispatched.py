@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.estimate import RequestEstimates
@@ -91,7 +92,7 @@ class Fleet:
         return self.dispatcher._view
 
     def estimates(self, work: Work) -> RequestEstimates:
-        return RequestEstimates(work, self.view)
+        return RequestEstimates(work, self.view, Random(0))
 
     def wait(self, seconds: float) -> None:
         """Let time pass, and everything happen that was to happen in it."""

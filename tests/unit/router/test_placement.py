@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from random import Random
 
 import pytest
 
 from router.dispatch.node import Loss, PrefixIndex
-from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES, Candidates
+from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import Decode, Failed, Finish, Load, NodeLimits, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -273,7 +272,8 @@ def test_every_policy_chooses_among_the_candidates(policy: str) -> None:
     for last in ("", "d000", "d002", "gone"):
         for nodes in (fleet.decodes, fleet.prefills):
             request = fleet.estimates(Work(IDS, SamplingParams()))
-            assert POLICIES[policy](Candidates(request, nodes, last, Random(1))) in nodes
+            fleet.view.last[nodes[0].role] = last
+            assert POLICIES[policy](request, nodes) in nodes
 
 
 def test_a_policy_sees_what_a_resumed_request_has_said() -> None:
