@@ -34,9 +34,9 @@ from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
 from router.http.tls import Tls
-from router.nodes.conversation import Timing
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
+from router.nodes.live_node import Timing
 from router.nodes.member import MemberState
 from router.nodes.membership import Membership
 from router.nodes.shared_news import SharedNews

@@ -106,7 +106,7 @@ class PrefixIndex:
 
 
 class Node:
-    """A node from its hello until its connection is lost. Real: `node_link.LiveNode`."""
+    """A node from its hello until its connection is lost. Real: `live_node.LiveNode`."""
 
     def __init__(self, hello: NodeHello) -> None:
         self.hello = hello

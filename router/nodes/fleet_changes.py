@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from router.dispatch.dispatcher import Dispatcher
 from router.http.topology import address_of
+from router.nodes.live_node import LiveNode
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
-from router.nodes.node_link import LiveNode
 from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
 from shared.log import event, warn

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from router.nodes.node_link import LiveNode, Refusal
+from router.nodes.live_node import LiveNode
+from router.nodes.node_link import Refusal
 from shared.protocol.messages import KVLayout, NodeHello, Role
 
 

@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any
 import zmq.asyncio
 
 from router.dispatch.node import Loss
-from router.nodes.conversation import Conversation, NodeLost, Timing
-from router.nodes.liveness import Liveness
+from router.nodes.live_node import LiveNode, NodeLost, Timing
 from router.nodes.member import Member, MemberState, raise_if_different, raise_if_impossible
-from router.nodes.node_link import LiveNode, NodeLink, Refusal
+from router.nodes.node_link import NodeLink, Refusal
 from shared.errors import LinkError
 from shared.log import LimitedWarning, crash, event
 from shared.protocol.messages import (
@@ -383,7 +382,7 @@ class Membership:
                         changes.on_relay(message)
 
             try:
-                await Conversation(node, dispatcher, self._timing, on_fleet).run()
+                await node.run(dispatcher, on_fleet)
             except LinkError as e:
                 reason, loss = str(e), e.loss if isinstance(e, NodeLost) else Loss.BROKEN
                 raise
@@ -429,9 +428,7 @@ class Membership:
             raise_if_different(live[0].hello.layout, hello.layout)
 
     def _admit(self, member: Member, hello: NodeHello, link: NodeLink) -> LiveNode:
-        now = time.monotonic()
-        liveness = Liveness(now, timeout_s=self._timing.node_timeout_s, interval_s=self._timing.ping_s)
-        node = LiveNode(hello, link, liveness)
+        node = LiveNode(hello, link, self._timing)
         self._fingerprint = hello.layout.fingerprint
         member.node = node
         self.is_new = False

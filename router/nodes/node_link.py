@@ -7,8 +7,7 @@ message of the old connection for one of the new.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -16,20 +15,14 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.dispatch.node import Loss, Node, believed
-from router.nodes.liveness import Liveness
+from router.dispatch.node import Loss
 from shared.errors import LinkError
-from shared.log import LimitedWarning
 from shared.protocol.dial_socket import DialSocket, from_frames, to_frames
 from shared.protocol.messages import (
     FRAME_ERRORS,
     PROTOCOL_VERSION,
-    Answered,
-    CacheResync,
     NodeHello,
     NodeToRouter,
-    Ping,
-    Pong,
     Refused,
     RouterHello,
     RouterToNode,
@@ -145,66 +138,3 @@ def _decode(frames: list[bytes]) -> NodeToRouter:
         return cast(NodeToRouter, _decoder.decode(from_frames(frames)))
     except FRAME_ERRORS as e:
         raise LinkError(f"sent a message that cannot be decoded: {e}") from e
-
-
-class LiveNode(Node):
-    """A node at the other end of a NodeLink. The dispatcher sends requests to it."""
-
-    def __init__(self, hello: NodeHello, link: NodeLink, liveness: Liveness) -> None:
-        super().__init__(hello)
-        self.link = link
-        self.liveness = liveness
-        self.load_at = 0.0
-        self._wrong_load = LimitedWarning("wrong_load")
-        self._pong = asyncio.Event()
-        self._last_refresh = self._last_refreshed = 0
-        """Their pings count down from -1. Other pings count up from 1, and a pong without a ping has 0."""
-        self._calls = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Answered]] = {}
-
-    def send(self, message: RouterToNode) -> None:
-        """Queue a message for the node, whose version knows its type. Dropped when the link is lost."""
-        assert message.since_version <= self.version, f"{type(message).__name__} to version {self.version}"
-        self.link.send(message)
-
-    def call(self, message: Callable[[int], RouterToNode]) -> asyncio.Future[Answered]:
-        """Send a call, and return the answer to come. A node that is lost before has refused, with the call id 0."""
-        call_id, answer = next(self._calls), asyncio.get_running_loop().create_future()
-        self._asked[call_id] = answer
-        answer.add_done_callback(lambda _: self._asked.pop(call_id))
-        self.send(message(call_id))
-        return answer
-
-    def answered(self, answered: Answered) -> None:
-        """Take the answer to a call."""
-        answer = self._asked.get(answered.call_id)
-        if answer is not None and not answer.done():
-            answer.set_result(answered)
-
-    def lost(self) -> None:
-        """End the calls that wait for an answer."""
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_result(Answered(0, False, "it was lost before it answered"))
-
-    def pong(self, pong: Pong, now: float) -> None:
-        """Take the load of a Pong, which answers a Ping or reports a change of links."""
-        self._load, wrong = believed(pong.load)
-        self.load_at = now
-        if wrong:
-            figures = ", ".join(f"{name}={figure:g}" for name, figure in wrong.items())
-            self._wrong_load(node=self.ref.node_id, figures=figures, taken_as=0)
-        self.liveness.pong(now, self.load)
-        if not self.prefixes.compare(pong.cache_seq):
-            self.send(CacheResync())
-        self._last_refreshed = min(self._last_refreshed, pong.seq)
-        self._pong.set()
-
-    async def refresh(self) -> None:
-        """Wait until `load` is newer than this call: a pong that was under way before may come first."""
-        self._last_refresh -= 1
-        asked = self._last_refresh
-        self.send(Ping(asked))
-        while self._last_refreshed > asked:
-            self._pong.clear()
-            await self._pong.wait()

@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from router.nodes.node_link import LiveNode
+from router.nodes.live_node import LiveNode
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import AbortedReqs, AddedNode, Relay, RemovedNode, RouterNews
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND

@@ -15,11 +15,10 @@ import pytest
 import zmq.asyncio
 
 from router.dispatch.node import Loss, Node
-from router.nodes.conversation import Timing
 from router.nodes.fleet_changes import FleetChanges
+from router.nodes.live_node import LiveNode, Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import MAX_MEMBERS, Membership
-from router.nodes.node_link import LiveNode
 from router.nodes.shared_news import SharedNews
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
