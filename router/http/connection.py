@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Clean up after a client that is gone or was dropped, and let go of all that refers to this connection.
 
-        The cycle collector runs too rarely to do that (`router.garbage`).
+        The cycle collector runs too rarely to do that (`collect_rarely`).
         """
         self._connections.open.discard(self)
         self._lost = True
