@@ -38,13 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
     import asyncio
 
-    from rich.console import Console
-
     from router.processes.child_process import ChildFailed
     from router.processes.stopping import stop_on_signals, unless
     from router.processes.supervisor import Supervisor
 
-    supervisor = Supervisor(config, flags, Console(stderr=True))
+    supervisor = Supervisor(config, flags)
     stop = stop_on_signals(supervisor.kill)
     if config.http.has_files:  # else SIGHUP ends the process, as it should when its terminal is closed
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_files)

@@ -12,13 +12,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
 from router.flags import build_parser, router_config
 from router.http.config import RouterConfig
@@ -49,30 +46,11 @@ class Stack:
 MAX_NEW_TOKENS = 48
 SILENCE_S = 60.0
 """Longest wait for the next event."""
+SHOWN = ("prompt_tokens", "completion_tokens", "kv_pages_transferred", "kv_bytes_transferred")
 
 
 class DemoError(Exception):
     """The completion did not succeed; the message is for people."""
-
-
-@dataclass
-class Completion:
-    """The stream so far. `arrivals` are in seconds since the request was sent."""
-
-    text: str = ""
-    arrivals: list[float] = field(default_factory=list)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds until the first token."""
-        return self.arrivals[0] if self.arrivals else 0.0
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean seconds between two tokens."""
-        num_later = max(1, self.meta_info["completion_tokens"] - 1)
-        return (self.arrivals[-1] - self.ttft_s) / num_later if self.arrivals else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,40 +72,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def demo(config: RouterConfig, flags: Sequence[str]) -> int:
     """Start the nodes, stream one completion, and stop them."""
-    console = Console()
-    async with Supervisor(
-        config, flags, Console(stderr=True), router_stdout=subprocess.DEVNULL
-    ) as supervisor:
+    async with Supervisor(config, flags, router_stdout=subprocess.DEVNULL) as supervisor:
         await supervisor.start()
         key = next(iter((*config.http.api_keys, *config.http.admin_api_keys)), None)
-        url = config.http.url(supervisor.http_port)
-        console.print(PROMPT, end="", style="dim", markup=False, highlight=False)
-        completion = await asyncio.to_thread(stream, url, key, console)
-        console.print("\n")
-        info = completion.meta_info
-        stages = [(stamp["role"], stamp["stage"], stamp["time"]) for stamp in info["timeline"]]
-        console.print(stage_table(stages, info["kv_pages_transferred"], info["kv_bytes_transferred"]))
-    counts = ("prompt_tokens", "completion_tokens", "kv_pages_transferred", "kv_bytes_transferred")
-    summary = {
-        "text": completion.text,
-        **{name: info[name] for name in counts},
-        "ttft_s": round(completion.ttft_s, 6),
-        "tpot_s": round(completion.tpot_s, 6),
-    }
+        print(PROMPT, end="", flush=True)
+        summary = await asyncio.to_thread(stream, config.http.url(supervisor.http_port), key)
     print(msgspec.json.encode(summary).decode(), flush=True)
     return 0
 
 
-def stream(url: str, key: str | None, console: Console) -> Completion:
-    """Send the request and show its text as it comes. Raises DemoError."""
+def stream(url: str, key: str | None) -> dict[str, Any]:
+    """Send the request, show its text as it comes and then its stages, and sum it up. Raises DemoError."""
     sampling = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0}
     body = {"text": PROMPT, "sampling_params": sampling, "stream": True, "return_timeline": True}
-    completion, started = Completion(), time.monotonic()
+    text, info, ttft_s, last_s, started = "", {}, 0.0, 0.0, time.monotonic()
     for event in events(f"{url}/generate", key, body):
-        completion.arrivals.append(time.monotonic() - started)
-        console.print(event["text"][len(completion.text) :], end="", markup=False, highlight=False)
-        completion.text, completion.meta_info = event["text"], event["meta_info"]
-    return completion
+        last_s = time.monotonic() - started
+        ttft_s = ttft_s or last_s
+        print(event["text"][len(text) :], end="", flush=True)
+        text, info = event["text"], event["meta_info"]
+    stamps = info["timeline"]
+    print("\n\nWhere its time went:\n")
+    for at, stamp in enumerate(stamps):
+        until = next((later for later in stamps[at + 1 :] if later["role"] == stamp["role"]), None)
+        lasted = f"for {1000 * (until['time'] - stamp['time']):7.1f} ms" if until else ""
+        began_ms = 1000 * (stamp["time"] - stamps[0]["time"])
+        print(f"{stamp['role']:<9}{stamp['stage']:<16}at {began_ms:7.1f} ms  {lasted}")
+    print(f"\n{info['kv_pages_transferred']} KV pages, {info['kv_bytes_transferred']:,} bytes moved")
+    tpot_s = (last_s - ttft_s) / max(1, info["completion_tokens"] - 1)
+    times = {"ttft_s": round(ttft_s, 6), "tpot_s": round(tpot_s, 6)}
+    return {"text": text, **{name: info[name] for name in SHOWN}, **times}
 
 
 def events(url: str, key: str | None, body: object) -> Iterator[dict[str, Any]]:
@@ -151,23 +125,6 @@ def events(url: str, key: str | None, body: object) -> Iterator[dict[str, Any]]:
     except OSError as e:
         raise DemoError(f"{url}: {e}") from None
     raise DemoError(f"{url} ended the stream")
-
-
-def stage_table(stages: Sequence[tuple[str, str, float]], kv_pages: int, kv_bytes: int) -> Table:
-    """The stages of a request (role, stage, time) in order of time, and what was transferred."""
-    table = Table(title="Where its time went", title_justify="left")
-    for name in ("node", "stage", "at", "for"):
-        table.add_column(name, justify="right" if name in ("at", "for") else "left")
-    for at, (role, stage, entered) in enumerate(stages):
-        until = next((later for later in stages[at + 1 :] if later[0] == role), None)
-        lasted = _milliseconds(until[2] - entered) if until and role != "router" else ""
-        table.add_row(role, stage, _milliseconds(entered - stages[0][2]), lasted)
-    table.caption = f"{kv_pages} KV pages, {kv_bytes:,} bytes moved"
-    return table
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms"
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
 from router.http.tls import Tls
-from router.nodes.conversation import Timing
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
+from router.nodes.live_node import Timing
 from router.nodes.member import MemberState
 from router.nodes.membership import Membership
 from router.nodes.shared_news import SharedNews
@@ -252,7 +252,6 @@ class Router:
                 failover_s=options.failover_timeout_s,
             ),
             local_prefill_tokens=options.local_prefill_tokens,
-            ttft_limit_s=options.ttft_limit_s,
             metrics=self._metrics,
             vocab_size=lambda: self.model.get().vocab_size,
             later=asyncio.get_running_loop().call_later,
@@ -269,7 +268,7 @@ class Router:
         self._live = LiveState(
             self._membership,
             self._dispatcher,
-            self._metrics.traffic,
+            self._metrics,
             self._status,
             self.model,
             str(self._index) if config.http.router_workers > 1 else None,

@@ -11,7 +11,7 @@ import msgspec
 
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
-from router.dispatch.prefix_index import PrefixIndex
+from router.dispatch.node import PrefixIndex
 from shared.config import NodeConfig, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import NodeParts

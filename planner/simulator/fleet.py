@@ -16,8 +16,8 @@ from planner.simulator.runner import VOCAB_SIZE, token_at
 from planner.simulator.transport import NetworkModel, Transport
 from planner.traffic.trace import SimRequest
 from router.dispatch.dispatcher import Deadlines, Dispatcher
-from router.dispatch.failover import Loss
 from router.dispatch.metrics import Metrics
+from router.dispatch.node import Loss
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.stages import Start
@@ -116,7 +116,6 @@ class FleetShape:
     prefill_policy: RoutingPolicy = round_robin
     decode_policy: RoutingPolicy = cache_aware
     failover_s: float = 30.0
-    ttft_limit_s: float | None = None
     router: RouterCost = field(default_factory=lambda: RouterCost(request_s=0.0, token_s=0.0))
 
 
@@ -156,7 +155,6 @@ class SimFleet:
             policies={Role.PREFILL: shape.prefill_policy, Role.DECODE: shape.decode_policy},
             deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=shape.failover_s),
             local_prefill_tokens=shape.local_prefill_tokens,
-            ttft_limit_s=shape.ttft_limit_s,
             metrics=_QuietMetrics(lambda: "sim"),
             vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay, act: self.loop.at(self.loop.now + delay, act),
@@ -255,9 +253,7 @@ class SimFleet:
         )
         work = Work(request.input_ids(), params, priority=request.priority, routing_key=request.routing_key)
         try:
-            req = self.dispatcher.start(
-                work, lambda: self._take(outcome), in_time=True, api_key=request.api_key
-            )
+            req = self.dispatcher.start(work, lambda: self._take(outcome), api_key=request.api_key)
         except RequestError:
             self.num_refused += 1
             return None

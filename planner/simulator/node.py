@@ -13,7 +13,7 @@ from planner.simulator.events import EventLoop, NodeClock
 from planner.simulator.runner import SimStream, TokenOf
 from planner.simulator.transport import SimSides, Transport
 from prefill_node.scheduler import PrefillScheduler
-from router.dispatch.prefix_index import PrefixIndex
+from router.dispatch.node import Node
 from shared.config import CacheOptions, ModelOptions, NetOptions, NodeConfig, ScheduleOptions
 from shared.engine.loop_parts import NodeParts
 from shared.engine.vitals import Vitals
@@ -84,7 +84,7 @@ class _Outbox:
         self._node.say(message)
 
 
-class SimNode:
+class SimNode(Node):
     """Stands for a node on both ends: it runs the scheduler, and the dispatcher sees it as its `Node`."""
 
     def __init__(
@@ -102,8 +102,6 @@ class SimNode:
         on_step: OnStep | None = None,
         audits: bool = False,
     ) -> None:
-        self.ref = NodeRef(name, name, "sim")
-        self.role = role
         self.alive = True
         self.clock = NodeClock(loop)
         self.num_steps = 0
@@ -111,11 +109,6 @@ class SimNode:
         """Of the requests that were sent to it."""
         self._loop = loop
         self._transport = transport
-        self.page_size = shape.page_size
-        self.version = PROTOCOL_VERSION
-        self.kv_nbytes_per_token = shape.kv_bytes_per_token
-        self.numerics, self.is_exact = "sim", True
-        self.prefixes = PrefixIndex()
         self._ping_at = loop.now
         self._pong = Load()
         self._on_message = on_message
@@ -133,10 +126,20 @@ class SimNode:
             rng=transport.random,
         )
         engine = sim_engine(config, self.stream, self.clock, shape.page_size * shape.kv_bytes_per_token)
-        self.ledger, self.limits = engine.ledger, engine.limits
+        hello = NodeHello(
+            NodeRef(name, name, "sim"),
+            role,
+            engine.layout,
+            engine.limits,
+            {},
+            PROTOCOL_VERSION,
+            is_exact=True,
+        )
+        super().__init__(hello)
+        self.kv_nbytes_per_token = shape.kv_bytes_per_token
+        self.ledger = engine.ledger
         self.vitals = SimVitals(self.ledger, engine.progress, self.clock)
         self.vitals.audits = audits
-        hello = NodeHello(self.ref, role, engine.layout, self.limits, {}, PROTOCOL_VERSION)
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
         self.sides = SimSides(self.ref, engine.layout, transport, self.clock, self.wake)
         parts = NodeParts(

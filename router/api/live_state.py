@@ -27,7 +27,7 @@ from router.api.live_feed import (
     Sample,
 )
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.recent_traffic import WINDOW_ROLLS, RecentTraffic
+from router.dispatch.metrics import WINDOW_ROLLS, Metrics
 from router.http.responses import EventStream, event_stream, stream_response
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
@@ -99,7 +99,7 @@ class LiveState:
         self,
         membership: Membership,
         dispatcher: Dispatcher,
-        traffic: RecentTraffic,
+        traffic: Metrics,
         status: FleetStatus,
         model: ModelSlot,
         worker: str | None = None,

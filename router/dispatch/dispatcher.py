@@ -17,18 +17,16 @@ from random import Random
 
 import msgspec
 
-from router.dispatch.entry_check import why_wrong
-from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Cause, Loss, Numerics
-from router.dispatch.fair_queue import FairQueue, num_ahead_tokens
-from router.dispatch.figures import believed
-from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
 from router.dispatch.fleet_view import Fleet, FleetView
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
+from router.dispatch.node import Loss, Node, Numerics, believed
 from router.dispatch.placement import Placement, Route
 from router.dispatch.policy import RoutingPolicy
-from router.dispatch.running_req import Aborted, Attempt, Node, RunningReq
+from router.dispatch.running_req import MAX_FAILURES, TRIAL_TOKENS, Aborted, Attempt, Cause, RunningReq
 from router.dispatch.stages import measure_start
+from router.dispatch.token_order import why_wrong
+from router.dispatch.waiting_queue import WaitingQueue, num_ahead_tokens
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
@@ -80,7 +78,6 @@ class Dispatcher:
         policies: Mapping[Role, RoutingPolicy],
         deadlines: Deadlines,
         local_prefill_tokens: int | None,
-        ttft_limit_s: float | None = None,
         metrics: Metrics,
         vocab_size: Callable[[], int],
         later: Callable[[float, Callable[[], None]], object],
@@ -97,14 +94,12 @@ class Dispatcher:
         )
         self._moves = Moves(self._placement, self._view, metrics, clock)
         self._deadlines = deadlines
-        self._ttft_limit_s = ttft_limit_s
         self._metrics = metrics
         self._vocab_size = vocab_size
         self._wrong_answer = LimitedWarning("wrong_answer", clock)
         self._later = later
         self._clock = clock
-        self.queue = FirstTokenQueue(clock)
-        self._fair_queue = FairQueue()
+        self.queue = WaitingQueue(clock)
         self._rids = itertools.count(1)
         self._running: dict[str, RunningReq] = {}
         self._closed: str | None = None
@@ -114,11 +109,6 @@ class Dispatcher:
         """Sequences that have not ended."""
         return len(self._running)
 
-    @property
-    def num_without_turn(self) -> int:
-        """Sequences that wait for their turn among the API keys."""
-        return len(self._fair_queue)
-
     # ------------------------------------------------------------------------------- towards clients
     def start(
         self,
@@ -126,7 +116,6 @@ class Dispatcher:
         wake: Callable[[], None],
         *,
         split: bool = False,
-        in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
         api_key: int | None = None,
@@ -134,14 +123,12 @@ class Dispatcher:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
         `rid` is the client's name of its request. With `split` the sequence goes through both fleets, however short
-        the prompt. With `in_time` it is refused if its first token would come after `ttft_limit_s`. It has waited
-        for nodes for `waited_s`. With the number of an `api_key` it is sent when it is the turn of that key.
+        the prompt. It has waited for nodes for `waited_s`. With the number of an `api_key` it is sent when it is the
+        turn of that key.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
-        if in_time:
-            self._refuse_late(route, api_key)
         work = _clipped(work, route.max_new_tokens, rid)
         now = self._clock()
         req = RunningReq(
@@ -153,7 +140,7 @@ class Dispatcher:
         if api_key is None:
             self._send(req, work, route)
             return req
-        self._fair_queue.join(req, api_key, route.num_queued_tokens)
+        self.queue.join_turns(req, route.num_queued_tokens)
         req.failover.split = split
         for turn in self._take_turns():
             if turn is req:
@@ -192,7 +179,7 @@ class Dispatcher:
     def close(self, reason: str) -> None:
         """Fail every running sequence and refuse new ones."""
         self.refuse(reason)
-        self._fair_queue = FairQueue()  # those that wait end too, and take no turns
+        self.queue.drop_turns()
         for req in list(self._running.values()):
             self._end(req, error=RequestError(reason, status=503))
 
@@ -259,10 +246,9 @@ class Dispatcher:
             num_generated += num_new
             self._metrics.tokens(req, num_new, since, now)
             if req.api_key is not None:
-                self._fair_queue.count_output(req.api_key, num_new)
+                self.queue.count_output(req.api_key, num_new)
             if since is None and num_new:
-                self.queue.leave(req.key.rid, served=True)
-                self._left_queue(req)
+                self._leave_queue(req, served=True)
             if entry.report is not None and req.start is None:
                 req.start = measure_start(req)
             if req.ended:
@@ -412,45 +398,16 @@ class Dispatcher:
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
-    def _refuse_late(self, route: Route, api_key: int | None) -> None:
-        """Raise RequestError if the first token would come too late, and would come sooner without other requests.
-
-        The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
-        of both waits counts.
-        """
-        limit_s, first_token = self._ttft_limit_s, route.first_token
-        if limit_s is None or first_token is None:
-            return
-        wait_s = first_token.wait_s
-        if route.decode is not None:
-            place_s = self._view.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
-            wait_s = max(wait_s, place_s)
-        if api_key is not None:
-            rate = sum(node.load.prefill_tokens_per_s for node in self._view.prefilling)
-            wait_s += self._fair_queue.num_tokens_ahead(api_key) / rate if rate else 0.0
-        seconds = wait_s + first_token.compute_s
-        if seconds <= limit_s or not wait_s:
-            return
-        self._metrics.refused_late()
-        raise RequestError(
-            f"the first token would take about {seconds:.1f} s, {wait_s:.1f} s of it behind other requests; "
-            f"more than {limit_s:g} s are refused (--ttft-limit-s); try again later",
-            status=429,
-            code="ttft_limit",
-            retry_after_s=retry_after_s(seconds - limit_s),
-        )
-
     def _take_turns(self) -> Iterator[RunningReq]:
         """The sequences whose turn it is. Each must be sent before the next is taken."""
-        return self._fair_queue.take(num_ahead_tokens(self._view.prefilling))
+        return self.queue.take(num_ahead_tokens(self._view.prefilling))
 
-    def _left_queue(self, req: RunningReq) -> None:
+    def _leave_queue(self, req: RunningReq, *, served: bool) -> None:
         """Send the sequences whose turn it is, since `req` has its first token or has ended."""
-        if req.api_key is None:
-            return
-        self._fair_queue.leave(req.key.rid, req.api_key)
-        for turn in self._take_turns():
-            self._send_held(turn)
+        self.queue.leave(req.key.rid, served=served)
+        if req.api_key is not None:
+            for turn in self._take_turns():
+                self._send_held(turn)
 
     def _send_held(self, req: RunningReq) -> None:
         now = self._clock()
@@ -648,8 +605,7 @@ class Dispatcher:
         self._leave_nodes(req, message)
         self._suspicion.end_trial(req)
         del self._running[req.key.rid]
-        self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
-        self._left_queue(req)
+        self._leave_queue(req, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)
         event("sequence_ended", level=logging.DEBUG, **req.fields, tokens=len(req.output_ids))
 
@@ -661,7 +617,7 @@ class Dispatcher:
             if node is not req.attempt.finished_by:
                 node.send(message)
         if req.attempt.nodes:
-            self._view.ended(req.attempt, goes_on=not req.ended)
+            self._view.ended(req.attempt)
         req.attempt.holders = []
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import nlargest
 from math import ceil
+from random import Random
 from statistics import median
 
 from router.dispatch.fleet_view import FleetView
-from router.dispatch.running_req import Node
+from router.dispatch.node import Node
 from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import Lend, Load, NodeRef, Role, Work
 from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S
@@ -56,20 +57,21 @@ class Fetch:
     """Whether pages can go from the lender to the node at once. Else a link has to be built before."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """When the first token of a request is expected, by measured rates. The wait for pages is not in it."""
-
-    wait_s: float
-    """For the prompts that wait on the node that computes it, and meanwhile for what it fetches."""
-    compute_s: float
-    """For what comes from no cache of its prompt."""
-
-
 class RequestEstimates:
-    """One request as it would fare on each node of the `view`. Times are seconds."""
+    """One request as it would fare on each node of the `view`. Times are seconds.
 
-    def __init__(self, work: Work, view: FleetView) -> None:
+    A decode node computes by itself what has at most `local_prefill_tokens`; None: what it computes sooner than a
+    prefill node would, if it holds the beginning.
+    """
+
+    def __init__(
+        self, work: Work, view: FleetView, random: Random, local_prefill_tokens: int | None = None
+    ) -> None:
+        self.random = random
+        """For policies that draw."""
+        self.elsewhere_s: float | None = None
+        """For a choice of decode nodes: how long another node takes to compute the prompt. None: no other can."""
+        self._local_prefill_tokens = local_prefill_tokens
         self.num_tokens = len(work.input_ids) + len(work.output_ids)
         """Tokens of the sequence that are known."""
         self._work = work
@@ -119,6 +121,10 @@ class RequestEstimates:
         num_pages = ceil(self.num_missing_tokens(node) / node.page_size)
         return self._view.used_pages.of(node) + num_pages <= node.load.num_pages
 
+    def last_chosen(self, role: Role) -> str:
+        """The node_id of the node of a role that was sent the request before."""
+        return self._view.last[role]
+
     def load(self, node: Node) -> int:
         """Tokens that wait for their prefill on a prefill node; sequences on a decode node."""
         return self._view.queued_tokens.of(node) if node.role is Role.PREFILL else self.num_seqs(node)
@@ -126,8 +132,12 @@ class RequestEstimates:
     # -------------------------------------------------------------------------------- how long it takes
     def prefill_s(self, node: Node) -> float:
         """Until `node` has computed what it neither holds nor fetches, behind the prompts that wait there."""
-        first = self._first_token(node, self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S))
-        return first.wait_s + first.compute_s
+        rate = self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S)
+        wait_s = self._view.queued_tokens.of(node) / rate
+        fetch = self.fetch(node)
+        if fetch is None or not fetch.is_linked:
+            return wait_s + self.num_missing_tokens(node) / rate
+        return max(wait_s, fetch.seconds) + fetch.num_left_tokens / rate
 
     def fetch(self, node: Node) -> Fetch | None:
         """The fetch by which a prefill node is ready sooner than by computing; None if there is no such fetch."""
@@ -144,17 +154,15 @@ class RequestEstimates:
         """As `prefill_s` on a decode node, with the pauses of the sequences there, of which there is at least one."""
         return self.prefill_s(node) * (1 + PAUSE_COSTS * max(self.num_seqs(node), 1))
 
-    def local_limit(self, node: Node, prefill_s: float, most: int | None) -> int | None:
-        """Most tokens of the prompt that a decode node computes by itself; None: a prefill node, in `prefill_s`.
-
-        `most` is --local-prefill-tokens; None: what it computes sooner, if it holds the beginning.
-        """
-        num_missing = self.num_missing_tokens(node)
+    def local_limit(self, node: Node) -> int | None:
+        """Most tokens of the prompt that a decode node computes by itself; None: a prefill node, in `elsewhere_s`."""
+        assert self.elsewhere_s is not None
+        num_missing, most = self.num_missing_tokens(node), self._local_prefill_tokens
         if most is not None:
             return most if num_missing <= most else None
         if num_missing <= ALWAYS_LOCAL_TOKENS:
             return ALWAYS_LOCAL_TOKENS
-        elsewhere_s = max(prefill_s, self.transfer_s(node))
+        elsewhere_s = max(self.elsewhere_s, self.transfer_s(node))
         if self.num_cached_pages(node) and self.local_prefill_s(node) < elsewhere_s:
             return 2 * num_missing  # it may have evicted a little meanwhile
         return None
@@ -163,20 +171,6 @@ class RequestEstimates:
         """What a place on a decode node costs: its neighbours there, and the wait for pages that are not free."""
         neighbours_s = TOKENS_AHEAD * self.num_seqs(node) / self._decode_tokens_per_s
         return neighbours_s if self.has_pages(node) else 2 * neighbours_s + node.load.reserve_wait_s
-
-    def first_token(self, node: Node) -> FirstToken | None:
-        """When the prompt is computed, if `node` does it. None while no node has measured how fast it prefills."""
-        rate = self._measured(node, prefill_rate)
-        if not rate:
-            return None
-        return self._first_token(node, rate)
-
-    def _first_token(self, node: Node, rate: float) -> FirstToken:
-        wait_s = self._view.queued_tokens.of(node) / rate
-        fetch = self.fetch(node)
-        if fetch is None or not fetch.is_linked:
-            return FirstToken(wait_s, self.num_missing_tokens(node) / rate)
-        return FirstToken(max(wait_s, fetch.seconds), fetch.num_left_tokens / rate)
 
     def _best_fetch(self, node: Node) -> Fetch | None:
         held = self.num_cached_pages(node)

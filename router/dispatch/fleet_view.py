@@ -10,11 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.dispatch.places import Places
-from router.dispatch.running_req import Attempt, Node
-from router.dispatch.suspicion import Suspicion
+from router.dispatch.node import Node
+from router.dispatch.running_req import Attempt, RunningReq
+from shared.log import event
 from shared.protocol.messages import Load, Role
 from shared.timeline import Clock
+
+FAILURES_TO_OPEN = 3
+OPEN_S = 10.0
+_FORGET_S = 600.0
+"""A node of which nothing has failed for so long has no failures any more."""
 
 
 class Fleet(Protocol):
@@ -71,6 +76,86 @@ class Amounts:
         return max(own.live, in_pong + own.since if own.load is load else in_pong)
 
 
+@dataclass(slots=True)
+class _Failures:
+    count: int = 0
+    last_at: float = 0.0
+    shunned_until: float = 0.0
+
+
+class Suspicion:
+    """Which nodes get no new sequences for now: those that fail again and again, and those that try a suspect alone.
+
+    A node that fails FAILURES_TO_OPEN times in a row gets one sequence each OPEN_S, until it has served one to the
+    end (the circuit breaker of Nygard, "Release It!"). A node that is started anew keeps its failures. A sequence
+    that may be what crashes nodes (`Failover.is_suspect`) is tried on a node that runs nothing else.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures: dict[str, _Failures] = {}
+        self._trials: dict[RunningReq, bool] = {}
+        """Whether the node of each has said that it holds nothing else."""
+
+    def shuns(self, node: Node) -> bool:
+        """Whether a node should get no new sequences, if there are others."""
+        failures = self._failures.get(node.ref.node_id)
+        return self.tries_on(node) or (failures is not None and self._clock() < failures.shunned_until)
+
+    # ------------------------------------------------------------------------------------ of nodes
+    def failed(self, node: Node) -> None:
+        """Count a failure that a node is to blame for, or the loss of its connection."""
+        now = self._clock()
+        self._failures = {name: one for name, one in self._failures.items() if now < one.last_at + _FORGET_S}
+        failures = self._failures.setdefault(node.ref.node_id, _Failures())
+        failures.count += 1
+        failures.last_at = now
+        if failures.count >= FAILURES_TO_OPEN and now >= failures.shunned_until:
+            failures.shunned_until = now + OPEN_S
+            event("circuit_open", node=node.ref.incarnation, failures=failures.count, for_s=OPEN_S)
+
+    def sent(self, node: Node) -> None:
+        """Let no other sequence follow one that is sent to a node that has failed too often."""
+        failures = self._failures.get(node.ref.node_id)
+        if failures is not None and failures.count >= FAILURES_TO_OPEN:
+            failures.shunned_until = self._clock() + OPEN_S
+
+    def served(self, node: Node) -> None:
+        """Forget the failures of a node that has served a sequence to the end."""
+        self._failures.pop(node.ref.node_id, None)
+
+    # -------------------------------------------------------------------------------- of sequences
+    @property
+    def num_trials(self) -> int:
+        """Suspects that are tried now."""
+        return len(self._trials)
+
+    def tries_on(self, node: Node) -> bool:
+        """Whether a suspect is tried on `node`."""
+        return any(node in req.attempt.holders for req in self._trials)
+
+    def is_tried(self, req: RunningReq) -> bool:
+        """Whether `req` is a suspect that is tried now."""
+        return req in self._trials
+
+    def is_alone(self, req: RunningReq) -> bool:
+        """Whether the node of a suspect has said that it holds nothing else."""
+        return self._trials.get(req, False)
+
+    def try_alone(self, req: RunningReq) -> None:
+        """Try a suspect, which is about to be sent."""
+        self._trials[req] = False
+
+    def runs_alone(self, req: RunningReq) -> None:
+        """Note that the node of a suspect has begun it, and holds nothing else."""
+        if req in self._trials:
+            self._trials[req] = True
+
+    def end_trial(self, req: RunningReq) -> None:
+        """End the trial of `req`, if there is one: it has ended, failed, or been acquitted."""
+        self._trials.pop(req, None)
+
+
 class FleetView:
     """What a placement is decided by: `suspicion`, and for each node its sequences, queued tokens and used pages.
 
@@ -80,7 +165,6 @@ class FleetView:
     def __init__(self, fleet: Fleet, clock: Clock) -> None:
         self._fleet = fleet
         self.suspicion = Suspicion(clock)
-        self.places = Places(clock)
         self.seqs = Amounts(_seqs_in_pong)
         self.queued_tokens = Amounts(lambda load: load.num_queued_tokens)
         self.used_pages = Amounts(
@@ -121,8 +205,6 @@ class FleetView:
         for node in attempt.nodes:
             self.last[node.role] = node.ref.node_id
             self._change(attempt, node, 1)
-            if node.role is Role.DECODE:
-                self.places.sent(node, attempt.key)
 
     def computed(self, attempt: Attempt) -> None:
         """Note that the prompt of an attempt is computed. No-op from the second time on."""
@@ -132,14 +214,11 @@ class FleetView:
             self.queued_tokens.change(first, -attempt.num_queued_tokens)
             if first.role is Role.PREFILL:
                 self._change(attempt, first, -1)
-            self.places.began(attempt.nodes[-1], attempt.key)
 
-    def ended(self, attempt: Attempt, *, goes_on: bool) -> None:
-        """Count an attempt off that has left its nodes. `goes_on`: its sequence does, on others."""
-        is_whole = not goes_on and not attempt.key.attempt
+    def ended(self, attempt: Attempt) -> None:
+        """Count an attempt off that has left its nodes."""
         for node in attempt.nodes:
             if node.role is Role.DECODE:
-                self.places.ended(node, attempt.key, is_whole=is_whole)
                 self._change(attempt, node, -1)
         self.computed(attempt)
 
@@ -147,20 +226,6 @@ class FleetView:
         """Forget `node`, whose sequences have all ended."""
         for amounts in (self.seqs, self.queued_tokens, self.used_pages):
             amounts.lost(node)
-
-    def place_wait_s(self, node: Node, num_pages: int, compute_s: float) -> float:
-        """Seconds until a decode node has a row, and `num_pages` pages, for one more sequence.
-
-        It keeps both for `compute_s`, while its prompt is computed, before it has its first token.
-        """
-        load, num_seqs, used_pages = node.load, self.seqs.of(node), self.used_pages.of(node)
-        num_places = node.limits.max_running_requests
-        if load.num_bootstrapping:
-            num_places = min(num_places, load.num_running + load.num_transferring)
-        elif load.num_pages < used_pages + num_pages and used_pages:
-            num_places = min(num_places, load.num_pages * num_seqs // used_pages)
-        num_places = max(num_places, 1)
-        return self.places.wait_s(node, num_seqs, num_places, compute_s)
 
     def _change(self, attempt: Attempt, node: Node, sign: int) -> None:
         self.seqs.change(node, sign)

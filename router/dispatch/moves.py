@@ -16,8 +16,9 @@ import msgspec
 
 from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
+from router.dispatch.node import Node
 from router.dispatch.placement import Placement
-from router.dispatch.running_req import Attempt, Node, RunningReq
+from router.dispatch.running_req import Attempt, RunningReq
 from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import Cancel, Decode, Move, Role, TokenEntry
@@ -93,7 +94,7 @@ class Moves:
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
-        self._view.ended(moving, goes_on=True)
+        self._view.ended(moving)
         self._metrics.move_ended(done=False)
 
     def _switch(self, req: RunningReq, *, awaited: int) -> None:
@@ -102,7 +103,7 @@ class Moves:
         assert moving is not None
         for node in source.holders:
             node.send(Cancel(source.key))
-        self._view.ended(source, goes_on=True)
+        self._view.ended(source)
         source.holders = []
         req.attempts.append(moving)
         req.moving, req.left, req.left_until = None, source, awaited

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from math import ceil
 from random import Random
 
-from router.dispatch.estimate import Fetch, FirstToken, RequestEstimates
-from router.dispatch.failover import Numerics
+from router.dispatch.estimate import Fetch, RequestEstimates
 from router.dispatch.fleet_view import FleetView, room
-from router.dispatch.policy import Candidates, RoutingPolicy
-from router.dispatch.running_req import Node
+from router.dispatch.node import Node, Numerics
+from router.dispatch.policy import RoutingPolicy
 from shared.errors import RequestError, maximum_context
 from shared.protocol.messages import Role, Work
 
@@ -31,8 +30,8 @@ class Route:
 
     A decode node that was chosen for a cached prefix gets a `local_prefill_limit`. If it would have to compute more
     tokens, it answers NotCached. The first of the nodes computes the prompt, of which it is expected to lack
-    `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence. `first_token` is None while
-    no node has measured how fast it prefills. The `fetch` is one of the prefill node.
+    `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence. The `fetch` is one of the
+    prefill node.
     """
 
     max_new_tokens: int
@@ -40,7 +39,6 @@ class Route:
     decode: Node | None
     num_queued_tokens: int
     num_pages: int
-    first_token: FirstToken | None
     fetch: Fetch | None = None
     local_prefill_limit: int | None = None
     evicts_first: Node | None = None
@@ -109,7 +107,7 @@ class Placement:
             if prefill.ref.incarnation not in avoid
         ]
         decodes = self._view.with_room(Role.DECODE, num_known + (wanted if again else min(wanted, 1)))
-        request = RequestEstimates(work, self._view)
+        request = RequestEstimates(work, self._view, self._random, self._local_prefill_tokens)
         if wanted <= 1:
             exact = [p for p in prefills if like in (None, Numerics(p.numerics, p.numerics))]
             if last := exact or (prefills if not decodes else []):
@@ -121,7 +119,8 @@ class Placement:
         prefills = [prefill for prefill in prefills if like is None or prefill.numerics == like.prompt]
         prefill = self._choose(request, prefills) if prefills else None
         decodes = _preferred(decodes, avoid, like)
-        decode = self._choose(request, decodes, request.prefill_s(prefill) if prefill is not None else None)
+        request.elsewhere_s = request.prefill_s(prefill) if prefill is not None else None
+        decode = self._choose(request, decodes)
         wanted = min(wanted, room(decode) - num_known)
         max_new_tokens = num_outputs + wanted
         if decode.ref.incarnation in avoid:
@@ -131,7 +130,8 @@ class Placement:
             prefill = self._choose(request, prefills) if prefills else None
         if prefill is None:
             return self._route(request, max_new_tokens, None, decode, why="no prefill node can take part")
-        limit = request.local_limit(decode, request.prefill_s(prefill), self._local_prefill_tokens)
+        request.elsewhere_s = request.prefill_s(prefill)
+        limit = request.local_limit(decode)
         if not split and limit is not None:
             limit = limit if request.num_cached_pages(decode) else None
             return self._route(request, max_new_tokens, None, decode, limit, why="the decode node is sooner")
@@ -148,7 +148,7 @@ class Placement:
             raise self._refusal(work, again=True)
         decodes = _preferred(decodes, avoid, like)
         least = min(decodes, key=self._view.seqs.of)
-        request = RequestEstimates(work, self._view)
+        request = RequestEstimates(work, self._view, self._random, self._local_prefill_tokens)
         return self._route(request, work.params.max_new_tokens, None, least, why="a suspect runs alone")
 
     @property
@@ -173,22 +173,17 @@ class Placement:
         ]
         if not targets:
             raise self._refusal(work, again=True)
-        request = RequestEstimates(work, self._view)
+        # The source has computed what is known of the sequence, and the target computes none of it.
+        request = RequestEstimates(work, self._view, self._random, local_prefill_tokens=0)
+        request.elsewhere_s = 0.0
         targets = [node for node in targets if request.has_pages(node)] or targets
         fewest = min(refusals.get(node.ref.incarnation, 0) for node in targets)
         targets = [node for node in targets if refusals.get(node.ref.incarnation, 0) == fewest]
-        last = self._view.last[Role.DECODE]
-        # The source has computed what is known of the sequence, and the target computes none of it.
-        moved = Candidates(request, targets, last, self._random, prefill_s=0.0, local_prefill_tokens=0)
-        return self._policies[Role.DECODE](moved)
+        return self._choose(request, targets)
 
-    def _choose(
-        self, request: RequestEstimates, nodes: Sequence[Node], prefill_s: float | None = None
-    ) -> Node:
+    def _choose(self, request: RequestEstimates, nodes: Sequence[Node]) -> Node:
         """What the policy of their role chooses among `nodes`. Whether it takes part is decided later."""
-        role = nodes[0].role
-        last, local = self._view.last[role], self._local_prefill_tokens
-        return self._policies[role](Candidates(request, nodes, last, self._random, prefill_s, local))
+        return self._policies[nodes[0].role](request, nodes)
 
     def _route(
         self,
@@ -213,7 +208,6 @@ class Placement:
             decode,
             num_queued_tokens,
             num_pages,
-            request.first_token(first),
             fetch,
             local_prefill_limit,
             self._draw_evicting(prefill, decode),

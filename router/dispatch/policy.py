@@ -1,18 +1,17 @@
 """Routing policies, which choose one of the nodes that could serve a request.
 
-A policy is a function from `Candidates` to one of their nodes; POLICIES has its name. A new policy touches this file
-only. Policies keep nothing between requests: `Candidates` has everything that a decision depends on.
+A policy is a function from a request and nodes to one of the nodes; POLICIES has its name. A new policy touches this
+file only. Policies keep nothing between requests: `RequestEstimates` has everything that a decision depends on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
-from random import Random
 
 from router.dispatch.estimate import RequestEstimates
-from router.dispatch.running_req import Node
+from router.dispatch.node import Node
 from shared.protocol.messages import Role
 
 MAX_IMBALANCE = 16
@@ -32,54 +31,36 @@ MAX_COMPARED = 64
 """`ttft` estimates so many nodes of a role at most: with 500 of each, that takes a third of the time of all."""
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The input of a policy: the nodes that could serve a request, and what the router knows of it and of them.
-
-    `nodes` is not empty; they are live, of one role, and have room for the request. `last` is the node_id of the node
-    that was chosen for the request before, in the same role. Where decode nodes are chosen from, `prefill_s` is how
-    long another node takes to compute the prompt; None: no other node can. `local_prefill_tokens` decides which of
-    them compute it by themselves (`RequestEstimates.local_limit`).
-    """
-
-    request: RequestEstimates
-    nodes: Sequence[Node]
-    last: str
-    random: Random
-    prefill_s: float | None = None
-    local_prefill_tokens: int | None = None
+RoutingPolicy = Callable[[RequestEstimates, Sequence[Node]], Node]
+"""Chooses one of the nodes, which is not empty: they are live, of one role, and have room for the request."""
 
 
-RoutingPolicy = Callable[[Candidates], Node]
-
-
-def random(candidates: Candidates) -> Node:
+def random(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """Any node."""
-    return candidates.random.choice(candidates.nodes)
+    return request.random.choice(nodes)
 
 
-def round_robin(candidates: Candidates) -> Node:
+def round_robin(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """The nodes take turns by name, so that a fleet that changes stays balanced."""
-    return _next_in_turn(candidates.nodes, candidates.last)
+    return _next_in_turn(request, nodes)
 
 
-def power_of_two(candidates: Candidates) -> Node:
+def power_of_two(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """The less loaded of two nodes drawn at random (Mitzenmacher 2001)."""
-    nodes = candidates.nodes
-    return min(candidates.random.sample(nodes, min(2, len(nodes))), key=candidates.request.load)
+    return min(request.random.sample(nodes, min(2, len(nodes))), key=request.load)
 
 
-def least_load(candidates: Candidates) -> Node:
+def least_load(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """The node with the least load; those with equal loads take turns."""
-    return _next_of_least(candidates, list(map(candidates.request.load, candidates.nodes)), margin=0)
+    return _next_of_least(request, nodes, list(map(request.load, nodes)), margin=0)
 
 
-def cache_aware(candidates: Candidates) -> Node:
+def cache_aware(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """The nodes that hold most of the sequence take turns; all nodes do if that saves little or those are busy."""
-    return _next_in_turn(_holding_most(candidates) or candidates.nodes, candidates.last)
+    return _next_in_turn(request, _holding_most(request, nodes) or nodes)
 
 
-def ttft(candidates: Candidates) -> Node:
+def ttft(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """The node with the smallest estimated time to first token, as Mooncake's Conductor chooses (Qin et al. 2024).
 
     prefill node    computing what waits there, then what it does not hold
@@ -89,19 +70,19 @@ def ttft(candidates: Candidates) -> Node:
     Nodes about as good as the best take turns: estimates are rough, and several routers must not all choose one node.
     Of a large fleet, `compared` are estimated.
     """
-    candidates = replace(candidates, nodes=compared(candidates))
-    costs_s = _decode_s if candidates.nodes[0].role is Role.DECODE else _prefill_s
-    costs = [costs_s(candidates, node) for node in candidates.nodes]
-    return _next_of_least(candidates, costs, margin=NEARLY_S + NEARLY * min(costs))
+    nodes = compared(request, nodes)
+    cost_s = partial(_decode_s, request) if nodes[0].role is Role.DECODE else request.prefill_s
+    costs = list(map(cost_s, nodes))
+    return _next_of_least(request, nodes, costs, margin=NEARLY_S + NEARLY * min(costs))
 
 
-def compared(candidates: Candidates) -> Sequence[Node]:
+def compared(request: RequestEstimates, nodes: Sequence[Node]) -> Sequence[Node]:
     """All nodes. Of more than MAX_COMPARED, half as many are drawn from those that hold most, and half from all."""
-    nodes, half = candidates.nodes, MAX_COMPARED // 2
+    half = MAX_COMPARED // 2
     if len(nodes) <= MAX_COMPARED:
         return nodes
-    holders = candidates.request.narrowed(*_holders(candidates), half)
-    draw = candidates.random.sample
+    holders = request.narrowed(*_holders(request, nodes), half)
+    draw = request.random.sample
     return list(dict.fromkeys((*draw(holders, min(half, len(holders))), *draw(nodes, half))))
 
 
@@ -115,37 +96,33 @@ POLICIES: dict[str, RoutingPolicy] = {
 }
 
 
-def _prefill_s(candidates: Candidates, node: Node) -> float:
-    return candidates.request.prefill_s(node)
-
-
-def _decode_s(candidates: Candidates, node: Node) -> float:
-    request, prefill_s, most = candidates.request, candidates.prefill_s, candidates.local_prefill_tokens
-    if prefill_s is None or request.local_limit(node, prefill_s, most) is not None:
+def _decode_s(request: RequestEstimates, node: Node) -> float:
+    if request.elsewhere_s is None or request.local_limit(node) is not None:
         first_token_s = request.local_prefill_s(node)
     else:
-        first_token_s = max(prefill_s, request.transfer_s(node))
+        first_token_s = max(request.elsewhere_s, request.transfer_s(node))
     return first_token_s + request.place_s(node)
 
 
-def _next_of_least(candidates: Candidates, costs: Sequence[float], margin: float) -> Node:
+def _next_of_least(
+    request: RequestEstimates, nodes: Sequence[Node], costs: Sequence[float], margin: float
+) -> Node:
     most = min(costs) + margin
-    least = [node for node, cost in zip(candidates.nodes, costs, strict=True) if cost <= most]
-    return _next_in_turn(least, candidates.last)
+    return _next_in_turn(request, [node for node, cost in zip(nodes, costs, strict=True) if cost <= most])
 
 
-def _next_in_turn(nodes: Sequence[Node], last: str) -> Node:
+def _next_in_turn(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
+    last = request.last_chosen(nodes[0].role)
     in_turn = sorted(nodes, key=lambda node: node.ref.node_id)
     return next((node for node in in_turn if node.ref.node_id > last), in_turn[0])
 
 
-def _holding_most(candidates: Candidates) -> Sequence[Node]:
+def _holding_most(request: RequestEstimates, nodes: Sequence[Node]) -> Sequence[Node]:
     """The nodes, among those not too busy, that hold most pages; empty when no node holds enough of them.
 
     A node that does not hold enough pages costs one lookup.
     """
-    nodes, request = candidates.nodes, candidates.request
-    most_pages, holders = _holders(candidates)
+    most_pages, holders = _holders(request, nodes)
     if not holders:
         return ()
     most_seqs = min(map(request.num_seqs, nodes)) + MAX_IMBALANCE
@@ -161,9 +138,8 @@ def _holding_most(candidates: Candidates) -> Sequence[Node]:
     return best
 
 
-def _holders(candidates: Candidates) -> tuple[int, Sequence[Node]]:
+def _holders(request: RequestEstimates, nodes: Sequence[Node]) -> tuple[int, Sequence[Node]]:
     """The pages that are worth something if a node holds them, and the nodes that do. One lookup a node."""
-    nodes, request = candidates.nodes, candidates.request
     num_pages = ceil(min(MIN_SAVED_SHARE * request.num_tokens, MIN_SAVED_TOKENS) / nodes[0].page_size)
     if not any(len(node.prefixes) for node in nodes) or num_pages > len(request.page_hashes):
         return num_pages, ()

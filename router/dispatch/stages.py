@@ -42,7 +42,8 @@ from shared.protocol.messages import ReqKey, ReqReport, Role, Stamp
 from shared.timeline import ReqStage
 
 if TYPE_CHECKING:
-    from router.dispatch.running_req import Attempt, Node, RunningReq
+    from router.dispatch.node import Node
+    from router.dispatch.running_req import Attempt, RunningReq
 
 MIN_EXCESS_S = 0.05
 """A shorter excess makes nothing slow: turns of a scheduler and messages differ by milliseconds."""

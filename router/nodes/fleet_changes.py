@@ -11,13 +11,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from router.dispatch.running_req import Node
+from router.dispatch.dispatcher import Dispatcher
 from router.http.topology import address_of
+from router.nodes.live_node import LiveNode
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
-from router.nodes.node_link import LiveNode
 from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
 from shared.log import event, warn
@@ -40,25 +39,6 @@ _WITHOUT = {
     Role.PREFILL: "decode nodes compute prompts as well",
     Role.DECODE: "requests wait for one",
 }
-
-
-class HeldReqs(Protocol):
-    """The sequences that nodes hold. Real: `dispatch.Dispatcher`."""
-
-    def num_held(self, node: Node) -> int:
-        """The number of sequences that `node` holds, or that are on their way to it."""
-        ...
-
-    def move_held(self, node: Node) -> None:
-        """Begin to move the sequences that `node` holds to other nodes, a few at a time."""
-        ...
-
-    def fail_over_held(self, node: Node, reason: str) -> int:
-        """Send the sequences that `node` holds to other nodes and cancel them there; returns their number.
-
-        Moves to it are given up.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +65,7 @@ class _Drain:
 
 
 class FleetChanges:
-    """Changes one router's membership, and follows the changes of other routers (a `membership.FleetEvents`).
+    """Changes one router's membership, and follows the changes of other routers.
 
     `abort(rid)` ends requests of this router. A node has `answer_s` to say that it takes a role. `close` cancels
     drains.
@@ -94,14 +74,14 @@ class FleetChanges:
     def __init__(
         self,
         membership: Membership,
-        reqs: HeldReqs,
+        dispatcher: Dispatcher,
         news: SharedNews,
         abort: Callable[[str | None], object],
         *,
         answer_s: float = ANSWER_S,
     ) -> None:
         self._membership = membership
-        self._reqs = reqs
+        self._dispatcher = dispatcher
         self._news = news
         self._abort = abort
         self._answer_s = answer_s
@@ -276,9 +256,9 @@ class FleetChanges:
             while (node := member.node) is not None and member.incarnation == incarnation:
                 if time.monotonic() >= drain.until:
                     reason = f"its drain_timeout_s of {drain.timeout_s:g} s has passed"
-                    num_failed_over += self._reqs.fail_over_held(node, reason)
-                if self._reqs.num_held(node):
-                    self._reqs.move_held(node)
+                    num_failed_over += self._dispatcher.fail_over_held(node, reason)
+                if self._dispatcher.num_held(node):
+                    self._dispatcher.move_held(node)
                 elif drain.role is None:
                     if member.next_role is None:  # else it may be leaving for that role
                         break
@@ -347,8 +327,8 @@ class FleetChanges:
 
     async def _empty(self, node: LiveNode) -> None:
         """Move what a node holds to others, until it holds nothing or is lost, which makes failovers of the rest."""
-        while self._reqs.num_held(node):
-            self._reqs.move_held(node)
+        while self._dispatcher.num_held(node):
+            self._dispatcher.move_held(node)
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _until_known(self, member: Member, wait_s: float) -> None:

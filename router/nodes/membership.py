@@ -24,15 +24,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import zmq.asyncio
 
-from router.dispatch.failover import Loss
-from router.nodes.conversation import Conversation, NodeEvents, NodeLost, Timing
-from router.nodes.liveness import Liveness
-from router.nodes.member import Member, MemberState, raise_if_different, raise_if_impossible
-from router.nodes.node_link import LiveNode, NodeLink, Refusal
+from router.dispatch.node import Loss
+from router.nodes.live_node import LiveNode, NodeLost, Timing
+from router.nodes.member import Member, MemberState, raise_if_different
+from router.nodes.node_link import NodeLink, Refusal
 from shared.errors import LinkError
 from shared.log import LimitedWarning, crash, event
 from shared.protocol.messages import (
@@ -46,6 +45,7 @@ from shared.protocol.messages import (
     NodeHello,
     NodeRef,
     Peers,
+    Pong,
     Relay,
     Role,
     RouterToNode,
@@ -53,26 +53,12 @@ from shared.protocol.messages import (
 from shared.protocol.resolver import Resolver, does_not_resolve
 
 if TYPE_CHECKING:
+    from router.dispatch.dispatcher import Dispatcher
+    from router.nodes.fleet_changes import FleetChanges
     from shared.protocol.security import FleetKey
 
 MAX_MEMBERS = 1024
 _MAX_REMOVED = 4096
-
-
-class FleetEvents(Protocol):
-    """Receives nodes' messages about the fleet. Real: `fleet_changes.FleetChanges`."""
-
-    def on_alive(self, node: LiveNode) -> None:
-        """A node is alive."""
-        ...
-
-    def on_draining(self, member: Member, draining: Draining) -> None:
-        """A node says that it is being drained, and for how long its requests may run."""
-        ...
-
-    def on_relay(self, relay: Relay) -> None:
-        """A node relays another router's news."""
-        ...
 
 
 class Membership:
@@ -94,7 +80,7 @@ class Membership:
         self._incarnation = incarnation
         self._fleet_key = fleet_key
         self._timing = timing
-        self._listeners: tuple[NodeEvents, FleetEvents] | None = None
+        self._listeners: tuple[Dispatcher, FleetChanges] | None = None
         self._loading: dict[str, tuple[float, Loading]] = {}
         self._members: list[Member] = []
         self._connected: list[Member] = []
@@ -106,8 +92,6 @@ class Membership:
         self._removed: dict[str, None] = {}
         """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
         self._dials = itertools.count(1)
-        self._calls = itertools.count(1)
-        self._waiting: dict[int, tuple[LiveNode, asyncio.Future[Answered]]] = {}
         self._fingerprint: str | None = None
         self.is_new = True
         """True until a node is admitted or removed, since nodes may not have announced themselves yet."""
@@ -156,9 +140,9 @@ class Membership:
         await self._change.wait()
 
     # --------------------------------------------------------------------------------------- changing
-    def report_to(self, events: NodeEvents, fleet: FleetEvents) -> None:
-        """Pass nodes' messages about requests to `events`, others to `fleet`. Called before the first `dial`."""
-        self._listeners = events, fleet
+    def report_to(self, dispatcher: Dispatcher, changes: FleetChanges) -> None:
+        """Pass nodes' messages about requests to `dispatcher`, others to `changes`. Comes before any `dial`."""
+        self._listeners = dispatcher, changes
 
     def dial(self, address: str, role: Role, *, pinned: bool, node_id: str = "") -> Member | None:
         """Keep a connection to `address` from now on. None when there are too many members, or after `close`."""
@@ -282,21 +266,15 @@ class Membership:
 
         A node that does not answer in time, or is lost before, has refused; its answer has the call id 0.
         """
-        asked: dict[str, asyncio.Future[Answered]] = {}
-        calls: list[int] = []
-        for node in self.all_live() if nodes is None else nodes:
-            calls.append(next(self._calls))
-            answer = asked[node.ref.node_id] = asyncio.get_running_loop().create_future()
-            self._waiting[calls[-1]] = node, answer
-            node.send(message(calls[-1]))
-        try:
-            if asked:
-                await asyncio.wait(asked.values(), timeout=timeout_s)
-            silent = Answered(0, False, f"no answer within {timeout_s:g} s")
-            return {name: answer.result() if answer.done() else silent for name, answer in asked.items()}
-        finally:
-            for call_id in calls:
-                self._waiting.pop(call_id, None)
+        asked = {
+            node.ref.node_id: node.call(message) for node in (self.all_live() if nodes is None else nodes)
+        }
+        if asked:
+            _, late = await asyncio.wait(asked.values(), timeout=timeout_s)
+            for answer in late:
+                answer.cancel()
+        silent = Answered(0, False, f"no answer within {timeout_s:g} s")
+        return {name: silent if answer.cancelled() else answer.result() for name, answer in asked.items()}
 
     async def refresh(self) -> None:
         """Ask every node for its load; one that does not answer in time keeps its last."""
@@ -388,29 +366,31 @@ class Membership:
                     link.send(Leaving("the router refuses this node"))
                 raise
             assert self._listeners is not None, "report_to comes before the first dial"
-            events, fleet = self._listeners
+            dispatcher, changes = self._listeners
             node = self._admit(member, hello, link)
-            events.on_node_alive(node)
-            fleet.on_alive(node)
+            dispatcher.on_node_alive(node)
+            changes.on_alive(node)
             reason, loss = "closed", Loss.LEFT
+
+            def on_fleet(message: Pong | Draining | Relay) -> None:
+                match message:
+                    case Pong():
+                        self._drain_if_leaking(member, node)
+                    case Draining():
+                        changes.on_draining(member, message)
+                    case Relay():
+                        changes.on_relay(message)
+
             try:
-                await Conversation(
-                    node,
-                    events,
-                    self._timing,
-                    lambda answered: self._on_answered(node, answered),
-                    lambda: self._drain_if_leaking(member, node),
-                    lambda draining: fleet.on_draining(member, draining),
-                    fleet.on_relay,
-                ).run()
+                await node.run(dispatcher, on_fleet)
             except LinkError as e:
                 reason, loss = str(e), e.loss if isinstance(e, NodeLost) else Loss.BROKEN
                 raise
             finally:
                 member.node = None
                 self._sort()
-                self._lost_before_answers(node)
-                events.on_node_lost(node, reason, loss)
+                node.lost()
+                dispatcher.on_node_lost(node, reason, loss)
                 self._announce_peers(node.role, None)
         finally:
             link.close()
@@ -438,7 +418,6 @@ class Membership:
         if hello.role is not member.role and member.resume:
             raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
         member.role = hello.role
-        raise_if_impossible(hello)
         live = self.all_live()
         if any(node.ref.node_id == hello.node.node_id for node in live):
             raise _is_here(hello.node.node_id)
@@ -448,9 +427,7 @@ class Membership:
             raise_if_different(live[0].hello.layout, hello.layout)
 
     def _admit(self, member: Member, hello: NodeHello, link: NodeLink) -> LiveNode:
-        now = time.monotonic()
-        liveness = Liveness(now, timeout_s=self._timing.node_timeout_s, interval_s=self._timing.ping_s)
-        node = LiveNode(hello, link, liveness)
+        node = LiveNode(hello, link, self._timing)
         self._fingerprint = hello.layout.fingerprint
         member.node = node
         self.is_new = False
@@ -470,17 +447,6 @@ class Membership:
         prefills = [node for node in connected if node.role is Role.PREFILL]
         for node in prefills if changed is Role.DECODE else [joined] if joined else []:
             node.send(Peers(decode_nodes))
-
-    def _on_answered(self, node: LiveNode, answered: Answered) -> None:
-        asked, answer = self._waiting.get(answered.call_id, (None, None))
-        if asked is node and answer is not None:
-            del self._waiting[answered.call_id]
-            answer.set_result(answered)
-
-    def _lost_before_answers(self, node: LiveNode) -> None:
-        for call_id in [call_id for call_id, (asked, _) in self._waiting.items() if asked is node]:
-            _, answer = self._waiting.pop(call_id)
-            answer.set_result(Answered(0, False, "it was lost before it answered"))
 
     def _set(self, member: Member, state: MemberState, reason: str) -> None:
         is_new = (state, reason) != (member.state, member.reason)

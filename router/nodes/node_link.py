@@ -15,26 +15,15 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from router.dispatch.failover import Loss
-from router.dispatch.figures import believed
-from router.dispatch.prefix_index import PrefixIndex
-from router.nodes.liveness import Liveness
+from router.dispatch.node import Loss
 from shared.errors import LinkError
-from shared.log import LimitedWarning
 from shared.protocol.dial_socket import DialSocket, from_frames, to_frames
 from shared.protocol.messages import (
     FRAME_ERRORS,
     PROTOCOL_VERSION,
-    CacheResync,
-    Load,
     NodeHello,
-    NodeLimits,
-    NodeRef,
     NodeToRouter,
-    Ping,
-    Pong,
     Refused,
-    Role,
     RouterHello,
     RouterToNode,
     other_version,
@@ -149,86 +138,3 @@ def _decode(frames: list[bytes]) -> NodeToRouter:
         return cast(NodeToRouter, _decoder.decode(from_frames(frames)))
     except FRAME_ERRORS as e:
         raise LinkError(f"sent a message that cannot be decoded: {e}") from e
-
-
-class LiveNode:
-    """A node from its hello until its link is lost. The dispatcher sends requests to it."""
-
-    def __init__(self, hello: NodeHello, link: NodeLink, liveness: Liveness) -> None:
-        self.hello = hello
-        self.link = link
-        self.liveness = liveness
-        self.load = Load()
-        self.load_at = 0.0
-        self.prefixes = PrefixIndex()
-        self._wrong_load = LimitedWarning("wrong_load")
-        self._pong = asyncio.Event()
-        self._last_refresh = self._last_refreshed = 0
-        """Their pings count down from -1. Other pings count up from 1, and a pong without a ping has 0."""
-
-    @property
-    def ref(self) -> NodeRef:
-        """The node's id, incarnation and address."""
-        return self.hello.node
-
-    @property
-    def role(self) -> Role:
-        """The role of the node, which it has until this link ends."""
-        return self.hello.role
-
-    @property
-    def limits(self) -> NodeLimits:
-        """Sizes of the requests that the node takes."""
-        return self.hello.limits
-
-    @property
-    def version(self) -> int:
-        """The PROTOCOL_VERSION of the node."""
-        return self.hello.version
-
-    @property
-    def numerics(self) -> str:
-        """What decides about the bits that the node computes."""
-        return self.hello.layout.numerics
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it computes a token to the same bits by any forward."""
-        return self.hello.is_exact
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a KV page."""
-        return self.hello.layout.page_size
-
-    @property
-    def kv_nbytes_per_token(self) -> int:
-        """Bytes of KV of one token in all layers."""
-        return self.hello.layout.nbytes_per_token
-
-    def send(self, message: RouterToNode) -> None:
-        """Queue a message for the node, whose version knows its type. Dropped when the link is lost."""
-        assert message.since_version <= self.version, f"{type(message).__name__} to version {self.version}"
-        self.link.send(message)
-
-    def pong(self, pong: Pong, now: float) -> None:
-        """Take the load of a Pong, which answers a Ping or reports a change of links."""
-        self.load, wrong = believed(pong.load)
-        self.load_at = now
-        if wrong:
-            figures = ", ".join(f"{name}={figure:g}" for name, figure in wrong.items())
-            self._wrong_load(node=self.ref.node_id, figures=figures, taken_as=0)
-        self.liveness.pong(now, self.load)
-        if not self.prefixes.compare(pong.cache_seq):
-            self.send(CacheResync())
-        self._last_refreshed = min(self._last_refreshed, pong.seq)
-        self._pong.set()
-
-    async def refresh(self) -> None:
-        """Wait until `load` is newer than this call: a pong that was under way before may come first."""
-        self._last_refresh -= 1
-        asked = self._last_refresh
-        self.send(Ping(asked))
-        while self._last_refreshed > asked:
-            self._pong.clear()
-            await self._pong.wait()

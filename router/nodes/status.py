@@ -9,9 +9,9 @@ from msgspec.structs import asdict
 
 from router.dispatch.placement import why_unlinked
 from router.nodes.fleet_answers import FleetMember, Health, NodeInfo, ServerInfo
+from router.nodes.live_node import LiveNode
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
-from router.nodes.node_link import LiveNode
 from router.text.reply_parser import NO_PARSER
 from router.text.served_model import ModelSlot
 from shared.protocol.messages import Role

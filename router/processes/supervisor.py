@@ -4,7 +4,7 @@ supervisor              the HTTP port's reservation, the port where nodes announ
 ├─ router 0 .. N - 1    HTTP, tokenizer, connections to all nodes; all listen on one port (SO_REUSEPORT)
 └─ nodes of this machine (--local)
 
-async with Supervisor(config, flags, console) as supervisor:
+async with Supervisor(config, flags) as supervisor:
     await supervisor.start()      everything runs; ConfigError or ChildFailed when that cannot be
     await supervisor.broken()     for ever: children that die are started again
                                   routers are stopped, then nodes
@@ -16,19 +16,18 @@ import asyncio
 import contextlib
 import functools
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import zmq.asyncio
-from rich.console import Console
 
 from router.api.prefix_hashes import KEY_NBYTES
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
 from router.nodes.discovery import Listing, make_discovery
 from router.nodes.join_socket import JoinSocket
-from router.nodes.load_progress import LoadProgress
 from router.processes import feed
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
 from router.processes.feed import Listed, LogKey, NodeExited, ReloadFiles, ToRouter
@@ -37,7 +36,7 @@ from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
 from shared.protocol.join_announcer import JOIN_INTERVAL_S
-from shared.protocol.messages import Announcement, Join, LoadFailed, Role
+from shared.protocol.messages import Announcement, Join, LoadFailed, Loading, Role
 from shared.protocol.security import FleetKey
 
 HEARTBEAT_TIMEOUT_S = 30.0
@@ -56,20 +55,19 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
         self,
         config: RouterConfig,
         flags: Sequence[str],
-        console: Console,
         *,
         router_stdout: int | None = None,
     ) -> None:
         self._config = config
         self._flags = flags
-        self._console = console
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
         self._nodes: dict[str, ChildProcess] = {}
         self._announced: dict[str, tuple[float, Announcement | NodeExited]] = {}
         """The last message about each node and its time, for a router that is started again."""
         self._failures: dict[str, str] = {}
         """Why nodes could not load, as they announced it."""
-        self._progress: LoadProgress | None = None
+        self._steps: dict[str, str] | None = {}
+        """The step of loading that was printed last of each node. None: the nodes of this machine have loaded."""
         self._sources: list[asyncio.Task[None]] = []
         """What listens on the control port, and the discoveries."""
         self._listings: dict[int, Listing] = {}
@@ -110,9 +108,8 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
             self._listen(discovery.run(functools.partial(self._on_listing, index)), "discovery")
         for child in (*others, *self._nodes.values()):
             child.start()
-        with LoadProgress(self._console, [*self._nodes]) as self._progress:  # how far local nodes have loaded
-            await self._unless_failed(asyncio.gather(*(node.ready.wait() for node in self._nodes.values())))
-        self._progress = None
+        await self._unless_failed(asyncio.gather(*(node.ready.wait() for node in self._nodes.values())))
+        self._steps = None
         await self._unless_failed(asyncio.gather(*(router.ready.wait() for router in self._routers)))
 
     async def broken(self) -> None:
@@ -216,15 +213,16 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
     def _on_announcement(self, message: Announcement) -> None:
         match message:
             case Join(node):
-                node_id = node.node_id
+                node_id, step = node.node_id, "ready"
                 if node_id in self._nodes:
                     self._nodes[node_id].ready.set()
             case LoadFailed(node_id, _, reason):
-                self._failures[node_id] = reason
-            case _:
-                node_id = message.node_id
-        if self._progress is not None:
-            self._progress.on_announcement(message)
+                self._failures[node_id], step = reason, f"failed: {reason}"
+            case Loading(node_id, _, step, _):
+                pass
+        if self._steps is not None and self._steps.get(node_id) != step:
+            self._steps[node_id] = step
+            print(f"{node_id}: {step}", file=sys.stderr, flush=True)
         self._remember(node_id, message)
 
     def _listen(self, work: Coroutine[Any, Any, None], name: str) -> None:

@@ -3,7 +3,7 @@
     QueueGate, before the body is read       429 if the queue is full
     places.hold(num_sequences)               429 if they do not all fit; else each has a place
     ... tokenize ...
-    async with generator.open(..., places):  each is dispatched: the FirstTokenQueue has it, and its place is free
+    async with generator.open(..., places):  each is dispatched: the WaitingQueue has it, and its place is free
 
 A sequence is queued from `hold` to its first token, whatever it waits for: the tokenizer, a node's inbox, pages or a
 batch. A sequence that generates is not counted. Sequences count, not HTTP requests; a request is admitted with all of
@@ -20,7 +20,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.dispatch.first_token_queue import FirstTokenQueue, retry_after_s
+from router.dispatch.waiting_queue import WaitingQueue, retry_after_s
 from router.http.api_keys import api_key_of, cache_owner_of
 from router.http.responses import refuse
 from shared.errors import RequestError
@@ -35,7 +35,7 @@ _PLACES = "queue_places"
 class QueueLimit:
     """Counts the sequences that wait, up to `max_queued`. `on_rejected` is called for each refused request."""
 
-    def __init__(self, queue: FirstTokenQueue, max_queued: int, on_rejected: Callable[[], None]) -> None:
+    def __init__(self, queue: WaitingQueue, max_queued: int, on_rejected: Callable[[], None]) -> None:
         self._queue = queue
         self._max_queued = max_queued
         self._on_rejected = on_rejected
@@ -115,7 +115,7 @@ class QueuePlaces:
         self._num_held = num_sequences
 
     def dispatched(self) -> None:
-        """Free the place of a sequence that the FirstTokenQueue now has."""
+        """Free the place of a sequence that the WaitingQueue now has."""
         assert self._num_held > 0
         self._num_held -= 1
         self._limit.release(1, self.api_key)

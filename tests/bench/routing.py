@@ -2,7 +2,7 @@
 
     policies    each policy on both fleets, over parts of the recorded conversations and few-shot prompts. `before` is
                 round robin among prefill nodes, with prefixes counted on decode nodes only
-    fleet       `ttft` over 1,000 simulated nodes of which some die and some join, with API keys and --ttft-limit-s
+    fleet       `ttft` over 1,000 simulated nodes of which some die and some join, with API keys
     real        parts of both recorded traces through real processes over nodes whose forwards are a wait, beside
                 what the simulator predicts for them
     turns       conversations of several turns over such nodes: prompt tokens computed against new ones
@@ -57,7 +57,7 @@ PARTS = 5
 """Of each workload in the simulator. Conversations keep two prefill nodes busy for two thirds of the time."""
 LARGE = {"nodes": 1000, "requests": 4000, "rate": 400.0}
 NAMES = ("before", *POLICIES)
-NUM_API_KEYS, TTFT_LIMIT_S = 8, 0.1
+NUM_API_KEYS = 8
 NUM_DEATHS = 40
 REAL_PARTS = (mooncake(2.2, 1200), azure(2.0, 1200))
 """Two prefill nodes of `planner.COSTS` are then busy for about half of the time."""
@@ -117,7 +117,6 @@ def run_large() -> dict[str, Any]:
         "num_prefill": half,
         "num_decode": half,
         "local_prefill_tokens": None,
-        "ttft_limit_s": TTFT_LIMIT_S,
         "prefill_policy": ttft,
         "decode_policy": ttft,
     }

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.dispatch.failover import Loss
 from router.dispatch.live_rids import Claim, LiveRids
+from router.dispatch.node import Loss
 from router.dispatch.running_req import RunningReq
 from router.request.generation import GenerationGroup, Generator
 from router.request.prompt import AnswerOptions, Prompt

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.dispatch.prefix_index import PrefixIndex
+from router.dispatch.node import PrefixIndex
 from shared.kvcache.cache_changes import CacheChanges
 from shared.kvcache.radix_cache import PrefixLock, RadixCache
 from shared.protocol.block_hash import block_hashes

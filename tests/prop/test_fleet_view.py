@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.dispatch.failover import Loss
+from router.dispatch.node import Loss
 from router.dispatch.policy import POLICIES
 from router.dispatch.running_req import Attempt, RunningReq
 from shared.protocol.messages import Failed, Finish, Load, ReqReport, Role, TokenEntry
@@ -158,13 +158,7 @@ class FleetViewMachine(RuleBasedStateMachine):
         incarnations = {node.ref.incarnation for node in self.nodes}
         for amounts in (counts.seqs, counts.queued_tokens, counts.used_pages):
             assert set(amounts._own) <= incarnations, "a node that is gone is not forgotten"
-        assert set(counts.places._on) <= incarnations
         for node in self.nodes:
-            if node.role is Role.DECODE:
-                on = counts.places._on.get(node.ref.incarnation)
-                assert (on.waiting | on.since.keys() if on else set()) == {
-                    a.key for a in at_nodes if node in a.nodes
-                }
             of = [a for a in at_nodes if node in a.nodes and (node.role is Role.DECODE or a.is_computing)]
             own = counts.seqs._own.get(node.ref.incarnation)
             assert (own.live if own else 0) == len(of)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.estimate import RequestEstimates
 from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
+from router.dispatch.node import PrefixIndex
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
-from router.dispatch.prefix_index import PrefixIndex
 from router.dispatch.running_req import RunningReq
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import (
@@ -66,7 +67,6 @@ class Fleet:
         prefill: RoutingPolicy = round_robin,
         decode: RoutingPolicy = cache_aware,
         incarnation: str = "router",
-        ttft_limit_s: float | None = None,
     ) -> None:
         self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
         self.prefills = [FakeNode(f"p{i}", Role.PREFILL) for i in range(num_prefill)]
@@ -79,7 +79,6 @@ class Fleet:
             policies={Role.PREFILL: prefill, Role.DECODE: decode},
             deadlines=Deadlines(first_token_s=60, stall_s=60, failover_s=30),
             local_prefill_tokens=local_prefill_tokens,
-            ttft_limit_s=ttft_limit_s,
             metrics=self.metrics,
             vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay_s, act: self.timers.append((self.now + delay_s, act)),
@@ -91,7 +90,7 @@ class Fleet:
         return self.dispatcher._view
 
     def estimates(self, work: Work) -> RequestEstimates:
-        return RequestEstimates(work, self.view)
+        return RequestEstimates(work, self.view, Random(0))
 
     def wait(self, seconds: float) -> None:
         """Let time pass, and everything happen that was to happen in it."""
@@ -111,7 +110,7 @@ class Fleet:
 
     def start(self, ids: tuple[int, ...] = IDS, **params: object) -> RunningReq:
         sampling = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
-        return self.dispatcher.start(Work(ids, sampling), lambda: None, in_time=True)
+        return self.dispatcher.start(Work(ids, sampling), lambda: None)
 
     def burst(self, count: int) -> Counter[str]:
         """Requests of one prompt, none of which ends, by the decode node that got them."""

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from router.dispatch.first_token_queue import MAX_RETRY_AFTER_S, WINDOW_S, FirstTokenQueue
+from router.dispatch.waiting_queue import MAX_RETRY_AFTER_S, WINDOW_S, WaitingQueue
 from router.http.config import DispatchOptions
 from router.request.queue_limit import QueueLimit
 from router.server import Router
@@ -47,7 +47,7 @@ class Clock:
 
 def test_the_wait_is_what_is_queued_over_the_rate() -> None:
     clock = Clock()
-    queue = FirstTokenQueue(clock)
+    queue = WaitingQueue(clock)
     assert queue.wait_s(0) == 0
     for i in range(100):
         queue.join(f"a{i}")
@@ -64,7 +64,7 @@ def test_the_wait_is_what_is_queued_over_the_rate() -> None:
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
     clock = Clock()
-    queue = FirstTokenQueue(clock)
+    queue = WaitingQueue(clock)
     for i in range(2000):
         queue.join(f"{i}")
     for second in range(100):  # ten a second, later one a second
@@ -76,7 +76,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 
 def test_idle_time_is_not_slow_time() -> None:
     clock = Clock()
-    queue = FirstTokenQueue(clock)
+    queue = WaitingQueue(clock)
     queue.join("a")
     clock.now += 20
     queue.leave("a", served=True)
@@ -91,7 +91,7 @@ def test_idle_time_is_not_slow_time() -> None:
 @pytest.mark.parametrize(("rate", "expected"), [(1000, 1), (2, 5), (0.1, MAX_RETRY_AFTER_S)])
 def test_retry_after_is_bounded(rate: float, expected: int) -> None:
     clock = Clock()
-    queue = FirstTokenQueue(clock)
+    queue = WaitingQueue(clock)
     for i in range(20):
         queue.join(f"{i}")
     for i in range(10):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
 from router.http.config import FleetOptions, RouterConfig
 from router.http.topology import LocalTopology
@@ -138,7 +137,7 @@ def test_a_router_that_starts_hears_of_nodes_that_announced_themselves_lately_an
     None
 ):
     config = RouterConfig(model=None, fleet=FleetOptions(local=LocalTopology(0, 0)))
-    supervisor = Supervisor(config, [], Console())
+    supervisor = Supervisor(config, [])
     alive, gone = (Join(NodeRef(name, f"{name}#1", "tcp://127.0.0.1:1"), Role.DECODE) for name in "ab")
     ended = NodeExited("c", Role.DECODE, "was killed by SIGKILL; started again in 30 s", crashed=True)
     supervisor._announced = {"a": (100.0, alive), "b": (90.0, gone), "c": (80.0, ended)}

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from router.dispatch.failover import MAX_FAILURES, TRIAL_TOKENS, Loss
-from router.dispatch.running_req import RunningReq
+from router.dispatch.node import Loss
+from router.dispatch.running_req import MAX_FAILURES, TRIAL_TOKENS, RunningReq
 from shared.errors import RequestError
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from router.dispatch.fair_queue import MIN_AHEAD_TOKENS, OUTPUT_WEIGHT, SEQUENCE_TOKENS, FairQueue
-from router.dispatch.first_token_queue import FirstTokenQueue
 from router.dispatch.running_req import RunningReq
+from router.dispatch.waiting_queue import MIN_AHEAD_TOKENS, OUTPUT_WEIGHT, SEQUENCE_TOKENS, WaitingQueue
 from router.http.api_keys import ApiKeys, KeySource
 from router.http.config import DispatchOptions, HttpOptions
 from router.request.queue_limit import QueueLimit
@@ -74,7 +73,7 @@ def test_nodes_get_what_keeps_them_busy() -> None:
     keys.fleet.prefills[0].load = Load(prefill_tokens_per_s=4 * MIN_AHEAD_TOKENS)
     keys.start(1)
     assert len(keys.sent) == -(-2 * MIN_AHEAD_TOKENS // COST)
-    assert keys.fleet.dispatcher.num_without_turn == 101 - len(keys.sent)
+    assert keys.fleet.dispatcher.queue.num_without_turn == 101 - len(keys.sent)
 
 
 def test_a_greedy_key_does_not_delay_another() -> None:
@@ -117,7 +116,7 @@ def test_a_sequence_that_ends_while_it_waits_is_never_sent() -> None:
     gone = [weakref.ref(req) for req in greedy[AHEAD : AHEAD + 4]]
     for req in greedy[AHEAD : AHEAD + 4]:
         keys.fleet.dispatcher.release(req)
-    assert keys.fleet.dispatcher.num_without_turn == 1
+    assert keys.fleet.dispatcher.queue.num_without_turn == 1
     del keys.reqs[AHEAD : AHEAD + 4], greedy[AHEAD : AHEAD + 4], req
     assert not any(req() for req in gone), "it is not kept until its turn would have come"
     for req in greedy[:AHEAD]:
@@ -128,18 +127,17 @@ def test_a_sequence_that_ends_while_it_waits_is_never_sent() -> None:
     assert keys.fleet.dispatcher.num_running == len(keys.fleet.dispatcher.queue) == 0
 
 
-def test_a_sequence_that_has_ended_is_before_no_other() -> None:
-    """It would have new requests of its key refused (--ttft-limit-s)."""
-    queue, work = FairQueue(), Work(IDS, SamplingParams())
-    reqs = [RunningReq(ReqKey("r", str(i)), work, wake=lambda: None, now=0.0) for i in range(4)]
-    for req in reqs:
-        queue.join(req, 1, len(IDS))
-    assert queue.num_tokens_ahead(1) == 4 * COST
-    queue.leave("1", 1)
-    queue.leave("1", 1)
-    assert queue.num_tokens_ahead(1) == 3 * COST
+def test_a_sequence_that_has_ended_takes_no_turn() -> None:
+    queue, work = WaitingQueue(lambda: 0.0), Work(IDS, SamplingParams())
+    for i in range(4):
+        queue.join(str(i), 1)
+        queue.join_turns(
+            RunningReq(ReqKey("r", str(i)), work, wake=lambda: None, now=0.0, api_key=1), len(IDS)
+        )
+    queue.leave("1", served=False)
+    queue.leave("1", served=False)
     assert [req.key.rid for req in queue.take(1 << 20)] == ["0", "2", "3"]
-    assert (queue.num_tokens_ahead(1), len(queue)) == (0, 0)
+    assert queue.num_without_turn == 0
 
 
 def test_a_turn_without_nodes_waits_for_some() -> None:
@@ -154,7 +152,7 @@ def test_a_turn_without_nodes_waits_for_some() -> None:
 
 
 def test_one_key_cannot_fill_the_queue() -> None:
-    queue = FirstTokenQueue(lambda: 0.0)
+    queue = WaitingQueue(lambda: 0.0)
     limit = QueueLimit(queue, 10, lambda: None)
     for i in range(8):
         with limit.places(1) as places:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.dispatch.figures import MAX_FIGURE, believed
+from router.dispatch.node import MAX_FIGURE, believed
 from router.dispatch.policy import POLICIES
 from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqReport, Role, Stamp
 from tests.patience import eventually

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from router.flags import build_parser, router_config
 from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
@@ -148,7 +147,7 @@ def test_no_such_chat_template(model_folder: Path) -> None:
 
 def test_ports_in_use_and_keys_that_are_not_there() -> None:
     async def start(config: RouterConfig) -> None:
-        async with Supervisor(config, (), Console(stderr=True)) as supervisor:
+        async with Supervisor(config, ()) as supervisor:
             await supervisor.start()
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

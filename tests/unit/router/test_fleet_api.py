@@ -16,8 +16,8 @@ import zmq.asyncio
 
 from router.http.config import FleetOptions, HttpOptions, RouterConfig
 from router.http.topology import LocalTopology
-from router.nodes.liveness import Liveness
-from router.nodes.node_link import LiveNode, NodeLink
+from router.nodes.live_node import LiveNode, Timing
+from router.nodes.node_link import NodeLink
 from shared.protocol.messages import (
     Announcement,
     Decode,
@@ -58,7 +58,7 @@ async def test_a_load_that_is_asked_for_is_newer_than_the_call() -> None:
             contextlib.closing(NodeLink(context, decode.address, "router|here", None)) as link,
         ):
             hello = await link.hello("here", PATIENCE_S)
-            node = LiveNode(hello, link, Liveness(0.0, timeout_s=10.0, interval_s=1.0))
+            node = LiveNode(hello, link, Timing())
             decode.load = Load(num_running=3)
             asked = [asyncio.create_task(node.refresh()) for _ in range(2)]
             for seq in (1, 2, 0):

@@ -14,13 +14,11 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from router.dispatch.failover import Loss
-from router.dispatch.running_req import Node
-from router.nodes.conversation import Timing
+from router.dispatch.node import Loss, Node
 from router.nodes.fleet_changes import FleetChanges
+from router.nodes.live_node import LiveNode, Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import MAX_MEMBERS, Membership
-from router.nodes.node_link import LiveNode
 from router.nodes.shared_news import SharedNews
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (

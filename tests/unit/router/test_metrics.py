@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.dispatch.failover import Cause
+from router.dispatch.running_req import Cause
 from shared.protocol.messages import Failed, Finish, Load, TokenEntry
 from tests.unit.router.fakes import joined_pair, write_model
 from tests.unit.router.test_placement import Fleet
@@ -73,7 +73,6 @@ OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
         "baton:num_inexact_continuations",
         "baton:num_failed_moves",
         "baton:num_rejected_requests",
-        "baton:num_late_requests",
     ),
     "histogram": (
         "sglang:time_to_first_token_seconds",

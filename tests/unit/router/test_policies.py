@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from random import Random
+from collections.abc import Sequence
 
 import pytest
 
 from router.dispatch.estimate import PAUSE_COSTS, TOKENS_AHEAD
+from router.dispatch.node import Node
 from router.dispatch.policy import (
     MAX_COMPARED,
     POLICIES,
-    Candidates,
     RoutingPolicy,
     compared,
     random,
@@ -91,7 +91,8 @@ class TestPrefillNodes:
         fleet = by_cost(3, 1)
         for node, rate in zip(fleet.prefills, (1000.0, 1050.0, 800.0), strict=True):
             node.load = Load(prefill_tokens_per_s=rate)
-        chosen = ttft(Candidates(fleet.estimates(WORK), fleet.prefills, last, Random(0)))
+        fleet.view.last[Role.PREFILL] = last
+        chosen = ttft(fleet.estimates(WORK), fleet.prefills)
         assert {chosen.ref.node_id, last} == {"p0", "p1"}
 
     def test_a_prompt_leaves_the_queue_when_its_first_token_comes(self) -> None:
@@ -179,17 +180,17 @@ class TestLargeFleets:
 
     IDS = tuple(range(100 * PAGE))
 
-    def candidates(self, fleet: Fleet) -> Candidates:
+    def compared(self, fleet: Fleet) -> Sequence[Node]:
         work = Work(self.IDS, SamplingParams(max_new_tokens=8))
-        return Candidates(fleet.estimates(work), fleet.prefills, "", Random(0))
+        return compared(fleet.estimates(work), fleet.prefills)
 
     def test_few_are_compared(self) -> None:
-        assert len(compared(self.candidates(by_cost(MAX_COMPARED)))) == MAX_COMPARED
+        assert len(self.compared(by_cost(MAX_COMPARED))) == MAX_COMPARED
         fleet = by_cost(10 * MAX_COMPARED)
-        assert len(compared(self.candidates(fleet))) == MAX_COMPARED // 2
+        assert len(self.compared(fleet)) == MAX_COMPARED // 2
         for node in fleet.prefills:
             node.holds(40, self.IDS)
-        nodes = compared(self.candidates(fleet))
+        nodes = self.compared(fleet)
         assert MAX_COMPARED // 2 < len(nodes) <= MAX_COMPARED
         assert len({node.ref for node in nodes}) == len(nodes)
 
@@ -200,7 +201,7 @@ class TestLargeFleets:
         for node in fleet.prefills:
             node.holds(40, self.IDS)
         fleet.prefills[200].holds(num_held, self.IDS)
-        assert fleet.prefills[200] in compared(self.candidates(fleet))
+        assert fleet.prefills[200] in self.compared(fleet)
         if num_held > 50:
             assert names(fleet, Role.PREFILL, 1, self.IDS) == ["p200"]
 

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from router.dispatch.running_req import Node
+from router.dispatch.node import Node
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.member import Member, MemberState
 from router.nodes.shared_news import SharedNews

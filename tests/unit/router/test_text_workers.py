@@ -168,7 +168,6 @@ class IdleDispatcher(Dispatcher):
         wake: Callable[[], None],
         *,
         split: bool = False,
-        in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
         api_key: int | None = None,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.dispatch.recent_traffic import WINDOW_ROLLS, LatencyWindow, RecentTraffic
+from router.dispatch.metrics import WINDOW_ROLLS, LatencyWindow
 
 
 def exact(values: list[float], share: float) -> float:
@@ -58,14 +58,3 @@ def test_what_no_bucket_fits_goes_to_the_nearest(seconds: float) -> None:
     window.roll()
     found = window.percentiles((1.0,))
     assert found is not None and 0 < found[0] < 2e4
-
-
-def test_traffic_counts_tokens_once() -> None:
-    traffic = RecentTraffic()
-    traffic.started()
-    traffic.first_tokens(2, 0.5)
-    traffic.more_tokens(3, 0.01)
-    traffic.roll()
-    assert (traffic.num_reqs, traffic.num_tokens) == (1, 5)
-    assert traffic.ttft.percentiles((0.5,)) == pytest.approx((0.5,), rel=0.04)
-    assert traffic.itl.percentiles((0.5,)) == pytest.approx((0.01,), rel=0.04)
