@@ -14,8 +14,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from planner.figures import arrival_seconds
-from planner.traffic.arrival import MAX_TOKENS, is_number
-from planner.traffic.trace import Trace, TraceRow
+from planner.traffic.trace import MAX_TOKENS, Trace, TraceRow
 from shared.errors import ConfigError
 
 _Z99 = NormalDist().inv_cdf(0.99)
@@ -35,7 +34,8 @@ class Lengths:
         """MEDIAN:P99, LOW..HIGH or LENGTH. Raises ConfigError that names `flag`."""
         is_uniform = ".." in text
         first, found, second = text.partition(".." if is_uniform else ":")
-        numbers = [int(part) if is_number(part) else 0 for part in (first, second if found else first)]
+        parts = (first, second if found else first)
+        numbers = [int(part) if len(part) < 9 and part.isdecimal() else 0 for part in parts]
         if not 1 <= numbers[0] <= numbers[1] <= MAX_TOKENS:
             raise ConfigError(
                 f"{flag} {text}: it must be MEDIAN:P99, LOWEST..HIGHEST or one length, in tokens from 1 to "
@@ -62,4 +62,4 @@ def drawn_trace(*, rate: float, prompt: Lengths, output: Lengths, num_requests: 
     scale = num_requests / rate / arrival_seconds(times) if num_requests > 1 else 0.0
     rows = [TraceRow(scale * at_s, prompt.draw(lengths), output.draw(lengths), ()) for at_s in times]
     remark = "The requests are drawn and share no prefix, so no prompt finds any of its tokens in a cache."
-    return Trace(rows=rows, trace_format="drawn", remarks=(remark,))
+    return Trace(rows=rows, remarks=(remark,))

@@ -14,6 +14,8 @@ BLOCK_TOKENS = 512
 """Prompt tokens of one hash id in Mooncake's traces."""
 FIRST_BLOCK_TOKEN = 1 << 20
 """Token ids below are outputs; see `runner`."""
+MAX_TOKENS = 10_000_000
+"""Of one prompt or answer. A larger number is a wrong field rather than a long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class TraceRow:
     input_len: int
     output_len: int
     hash_ids: tuple[int, ...]
+
+    def after(self, start_s: float) -> TraceRow:
+        """The same, with its time from `start_s` on."""
+        return TraceRow(self.at_s - start_s, self.input_len, self.output_len, self.hash_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +66,10 @@ class Trace:
     """The requests of one file, in order of arrival. The first arrives at 0 s."""
 
     rows: Sequence[TraceRow]
-    trace_format: str
     block_tokens: int = BLOCK_TOKENS
     """Prompt tokens of one hash id."""
     remarks: tuple[str, ...] = ()
     """What a plan from this trace should be read with. Each is a sentence for the user."""
-
-    @property
-    def seconds(self) -> float:
-        """Between the first and the last arrival."""
-        return self.rows[-1].at_s
 
     def requests(self, *, rate: float = 1.0) -> Iterator[SimRequest]:
         """As a workload: lengths as recorded, arriving `rate` times as fast."""
