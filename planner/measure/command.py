@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from planner.profile import Profile, Residual
@@ -52,11 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
         try:  # It imports torch, for which --help and a wrong flag do not wait.
-            from planner.measure.phases import Phase, measure
+            from planner.measure.phases import measure
         except ModuleNotFoundError as error:
             raise ConfigError(f"{error.name} is missing: {HOW_TO_INSTALL}") from None
-        with progress_on(console, [*Phase]) as on_progress:
-            profile = measure(config, node_argv(args), on_progress=on_progress)
+        with console.status("") as status:
+            progress = status.update if console.is_terminal else _lines(console)
+            profile = measure(config, node_argv(args), on_progress=progress)
         profile.save(args.out)
     except (ConfigError, OSError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -74,34 +73,17 @@ def node_argv(args: argparse.Namespace) -> list[str]:
     return [*cli.node_argv(args), *(word for path in args.fleet_key for word in ("--fleet-key", path))]
 
 
-@contextmanager
-def progress_on(console: Console, phases: Sequence[str]) -> Iterator[Callable[[str, str, float], None]]:
-    """A bar for each phase, beside which it says what is being measured; where there is no terminal, lines."""
-    if not console.is_terminal:
-        told: set[tuple[str, int]] = set()
+def _lines(console: Console) -> Callable[[str], None]:
+    """Where there is no terminal: a line for every kind of thing that is measured, by the first word of it."""
+    told: set[str] = set()
 
-        def tell(phase: str, what: str, fraction: float) -> None:
-            """One line for each tenth of a phase."""
-            if (tenth := (phase, int(10 * fraction))) not in told:
-                told.add(tenth)
-                console.print(f"{phase}: {fraction:.0%} {what}".rstrip(), highlight=False, soft_wrap=True)
+    def tell(what: str) -> None:
+        kind = what.split(" ", 1)[0]
+        if kind not in told:
+            told.add(kind)
+            console.print(what, highlight=False, soft_wrap=True)
 
-        yield tell
-        return
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[what]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        tasks = {phase: progress.add_task(phase, total=1.0, start=False, what="") for phase in phases}
-
-        def show(phase: str, what: str, fraction: float) -> None:
-            progress.start_task(tasks[phase])
-            progress.update(tasks[phase], completed=fraction, what="" if fraction >= 1 else what)
-
-        yield show
+    return tell
 
 
 def show(profile: Profile, console: Console) -> None:

@@ -11,23 +11,21 @@ import contextlib
 import gc
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from enum import StrEnum
-from functools import partial
 from typing import Any
 
 import torch
 
 from planner.cost_model import CostModel
-from planner.measure.fitting import Forwards, remarks_of, residual
-from planner.measure.forwards import MeasureLimits, OnProgress, measure_forwards, points_of
+from planner.measure.fitting import Point, remarks_of
+from planner.measure.forwards import Forwards, MeasureLimits, OnProgress, measure_forwards, tasks_of
 from planner.measure.machine import MachineWatch, cpu_model
 from planner.measure.node_loop import NodeLoop
-from planner.measure.router_load import RouterMeasured, loads_for, measure_router, start_node
-from planner.measure.transfer import MAX_NBYTES, Shape, Transfers, measure_transfers
-from planner.profile import Measured, NodeKind, Profile, Residual
+from planner.measure.router_load import fit_router, loads_for, measure_router, start_node
+from planner.measure.transfer import MAX_NBYTES, Shape, measure_transfers
+from planner.profile import Measured, NodeKind, Profile
 from planner.simulator.runner import PAGE_COPY_S
 from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
@@ -38,18 +36,6 @@ from shared.protocol.messages import KVLayout, NodeLimits
 
 START_SPREAD = 1.5
 """The slowest start over the fastest, from which on it is said."""
-
-
-class Phase(StrEnum):
-    """What is measured."""
-
-    ENGINE = "engine"
-    TRANSFER = "transfer"
-    ROUTER = "router"
-
-
-OnPhase = Callable[[str, str, float], None]
-"""(phase, what is being measured, fraction done)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +57,13 @@ class Node:
         width = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
         return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * width
 
-    @property
-    def page_nbytes(self) -> int:
-        """Of one page in all layers."""
-        return self.token_nbytes * self.layout.page_size
-
 
 def measure(
     config: NodeConfig,
     argv: Sequence[str],
     *,
     effort: MeasureLimits | None = None,
-    on_progress: OnPhase = lambda phase, what, fraction: None,
+    on_progress: OnProgress = lambda what: None,
 ) -> Profile:
     """The profile of a node with `config`, whose command line is `argv`. Raises ConfigError.
 
@@ -91,20 +72,37 @@ def measure(
     """
     effort = effort or MeasureLimits()
     make_transports(config.transfer, resolve_device(config.model.device))  # its options are checked first
-    node, forwards, remarks = measure_engine(config, effort, partial(on_progress, Phase.ENGINE))
-    costs = forwards.fit()
-    residuals = forwards.residuals(costs)
+    node, forwards, remarks = measure_engine(config, effort, on_progress)
+    costs, residuals = forwards.fit()
     remarks += remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
-
-    transfers = _transfers(config, node, effort, partial(on_progress, Phase.TRANSFER))
-    transfer = transfers.fit()
-    of_transfers = [residual(point, transfer.seconds(point.nbytes)) for point in transfers.points]
-    remarks += [*transfers.remarks, *remarks_of(transfers.points, of_transfers)]
-
-    start_s, router = _router(config, argv, node, costs, effort, partial(on_progress, Phase.ROUTER))
-    remarks += [*router.remarks, *not_simulated(config, node.host_kv_tokens)]
+    gc.collect()  # the engine's memory
+    page_nbytes = node.token_nbytes * node.layout.page_size
+    num_pages = min(node.limits.context_length // node.layout.page_size, MAX_NBYTES // page_nbytes)
+    shape = Shape(
+        config=config,
+        layout=node.layout,
+        page_nbytes=page_nbytes,
+        device=node.device,
+        num_pages=max(num_pages, 1),
+    )
+    transfer, of_transfers, doubts = measure_transfers(shape, effort.transfer_s, on_progress)
+    remarks += doubts
+    start_s, points, doubts = _router(config, argv, node, costs, effort, on_progress)
+    router, of_router = fit_router(points)
+    remarks += [*doubts, *not_simulated(config, node.host_kv_tokens)]
     return Profile(
-        measured=_measured(config, node, (*residuals, *of_transfers, *router.residuals), remarks),
+        measured=Measured(
+            at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            machine=node.machine,
+            model=config.model.model,
+            versions={
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "kernels": f"{node.kernels}, {node.layout.numerics}",
+            },
+            residuals=(*residuals, *of_transfers, *of_router),
+            remarks=tuple(remarks),
+        ),
         node=NodeKind(
             pool_tokens=node.limits.max_total_num_tokens,
             page_size=node.layout.page_size,
@@ -119,7 +117,7 @@ def measure(
         ),
         forward=costs,
         transfer=transfer,
-        router=router.cost,
+        router=router,
     )
 
 
@@ -145,11 +143,11 @@ def not_simulated(config: NodeConfig, host_kv_tokens: int) -> Iterator[str]:
 
 
 def measure_engine(
-    config: NodeConfig, effort: MeasureLimits, on_progress: OnProgress = lambda what, fraction: None
+    config: NodeConfig, effort: MeasureLimits, on_progress: OnProgress = lambda what: None
 ) -> tuple[Node, Forwards, list[str]]:
     """What one process measures by itself: the node, its forwards, and remarks on the machine. Raises ConfigError."""
-    on_progress("loading the model", 0.0)
-    engine = build_engine(config, lambda what, fraction: on_progress(what, 0.0))
+    on_progress("the model is loaded")
+    engine = build_engine(config, lambda what, fraction: on_progress(what))
     config = replace(config, schedule=resolve_schedule(config.schedule, engine.pool.device))
     node = Node(
         machine=_machine(engine),
@@ -160,35 +158,18 @@ def measure_engine(
         device=str(engine.pool.device),
         kernels=engine.attention_backend,
     )
-    points = points_of(
-        engine.limits,
-        node.chunk_tokens,
-        config.cache.page_size,
-        has_cache=not config.cache.disable_radix_cache,
-        effort=effort,
+    has_cache = not config.cache.disable_radix_cache
+    tasks = tasks_of(
+        engine.limits, node.chunk_tokens, config.cache.page_size, has_cache=has_cache, effort=effort
     )
     try:
         loop = NodeLoop(config, engine)
         watch = MachineWatch()
         with contextlib.closing(loop):
-            forwards = measure_forwards(loop, points, effort, on_progress=on_progress)
-        remarks = [*watch.remarks("the engine")]
+            forwards = measure_forwards(loop, tasks, effort, on_progress)
+        return node, forwards, [*watch.remarks("the engine")]
     finally:
         engine.close()
-    on_progress("", 1.0)
-    return node, forwards, remarks
-
-
-def _transfers(config: NodeConfig, node: Node, effort: MeasureLimits, on_progress: OnProgress) -> Transfers:
-    """Pages of up to a whole context."""
-    gc.collect()  # the engine's memory
-    num_pages = min(node.limits.context_length // node.layout.page_size, MAX_NBYTES // node.page_nbytes)
-    shape = Shape(config=config, layout=node.layout, device=node.device, num_pages=max(num_pages, 1))
-    transfers = measure_transfers(
-        shape, page_nbytes=node.page_nbytes, seconds=effort.transfer_s, on_progress=on_progress
-    )
-    on_progress("", 1.0)
-    return transfers
 
 
 def _router(
@@ -198,8 +179,8 @@ def _router(
     costs: CostModel,
     effort: MeasureLimits,
     on_progress: OnProgress,
-) -> tuple[float, RouterMeasured]:
-    """Seconds until a node is ready, and what a router costs, with remarks on both."""
+) -> tuple[float, list[Point], list[str]]:
+    """Seconds until a node is ready, and what a router did, with remarks on both."""
     starts: list[float] = []
     has_text = (resolve_model(config.model.model, with_weights=False) / "tokenizer.json").is_file()
     streams = min(32, node.limits.max_running_requests)
@@ -210,25 +191,23 @@ def _router(
         has_text=has_text,
         seconds=effort.load_s,
     )
+    router_argv = [word for path in config.net.fleet_key for word in ("--fleet-key", path)]
+    router_argv += [] if has_text else ["--skip-tokenizer-init"]
     for number in range(effort.starts):
-        on_progress(f"a node starts ({number + 1} of {effort.starts})", 0.0)
+        on_progress(f"a node starts ({number + 1} of {effort.starts})")
         process, address, seconds = start_node(argv)
         starts.append(seconds)
         with contextlib.closing(process):
             if number + 1 == effort.starts:
-                more = () if has_text else ("--skip-tokenizer-init",)
-                fleet_key = [word for path in config.net.fleet_key for word in ("--fleet-key", path)]
-                router = measure_router(
-                    process, address, config.model.model, loads, (*more, *fleet_key), on_progress=on_progress
+                points, remarks = measure_router(
+                    process, address, config.model.model, loads, router_argv, on_progress
                 )
-    on_progress("", 1.0)
     if max(starts) > START_SPREAD * min(starts):
-        said = (
+        remarks.append(
             f"A node took {min(starts):.1f} s to start and {max(starts):.1f} s another time: files that are not in "
             "memory yet, or a busy machine, make a start slower than the profile says."
         )
-        router = replace(router, remarks=(*router.remarks, said))
-    return statistics.median(starts), router
+    return statistics.median(starts), points, remarks
 
 
 def _machine(engine: Engine) -> str:
@@ -238,20 +217,3 @@ def _machine(engine: Engine) -> str:
         return torch.cuda.get_device_name(device)
     num_cores = engine.cpu_cores.num_threads
     return f"{cpu_model()}, {num_cores} core{'s' * (num_cores > 1)}"
-
-
-def _measured(
-    config: NodeConfig, node: Node, residuals: tuple[Residual, ...], remarks: Sequence[str]
-) -> Measured:
-    return Measured(
-        at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        machine=node.machine,
-        model=config.model.model,
-        versions={
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "kernels": f"{node.kernels}, {node.layout.numerics}",
-        },
-        residuals=residuals,
-        remarks=tuple(remarks),
-    )

@@ -6,28 +6,26 @@ depend on how fast the node is.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
-import signal
-import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from planner.measure.fitting import Rounds, nonnegative, residual
+from planner.measure.fitting import Point, fit
 from planner.measure.forwards import OnProgress
-from planner.measure.machine import MachineWatch, process_cpu_s, read_cpu_times
+from planner.measure.machine import MachineWatch, others_cpu_s, process_cpu_s
 from planner.profile import Residual, RouterCost
 from shared.errors import ConfigError
 from shared.protocol.messages import NodeLimits
@@ -44,7 +42,6 @@ _ROUTER = (
 """A router that ends when its standard input closes."""
 _FEW_IDS = 200
 """Token ids that every vocabulary has."""
-_TAIL_BYTES = 1 << 16
 _WORDS = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "as", "was")
 
 
@@ -64,41 +61,32 @@ class Load:
         """As the terminal shows it."""
         return f"{self.num_requests} requests of {self.num_words} words in and {self.num_tokens} tokens out"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Used:
-    """What a router did under a load."""
-
-    what: str
-    requests: int
-    prompt_tokens: int
-    tokens: int
-    wall_s: float
-    cpu_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterMeasured:
-    """What was measured of a router."""
-
-    cost: RouterCost
-    residuals: tuple[Residual, ...] = ()
-    remarks: tuple[str, ...] = ()
+    def body(self, random: np.random.Generator) -> tuple[str, bytes]:
+        """The path and the body of one request."""
+        if not self.has_text:
+            sampling = {"max_new_tokens": self.num_tokens, "ignore_eos": True, "temperature": 0}
+            ids = random.integers(1, _FEW_IDS, self.num_words).tolist()
+            asked = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+            return "/generate", json.dumps(asked).encode()
+        body = {
+            "prompt": " ".join(random.choice(_WORDS, self.num_words)),
+            "max_tokens": self.num_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return "/v1/completions", json.dumps(body).encode()
 
 
-def fit_router(used: Sequence[Used]) -> RouterMeasured:
-    """What a request, a token of output and a token of a prompt cost, beside what a router does when it is idle."""
-    rows = [(one.requests, one.tokens, one.prompt_tokens, one.wall_s) for one in used]
-    costs = nonnegative(rows, [one.cpu_s for one in used])
-    seconds, fitted = defaultdict(list), defaultdict(list)
-    for one, row in zip(used, rows, strict=True):
-        seconds[one.what].append(one.cpu_s)
-        fitted[one.what].append(sum(cost * number for cost, number in zip(costs, row, strict=True)))
-    points = [Rounds(what=what, seconds=tuple(rounds)) for what, rounds in seconds.items()]
-    return RouterMeasured(
-        cost=RouterCost(request_s=costs[0], token_s=costs[1], prompt_token_s=costs[2]),
-        residuals=tuple(residual(point, statistics.median(fitted[point.what])) for point in points),
-    )
+def fit_router(points: Sequence[Point]) -> tuple[RouterCost, tuple[Residual, ...]]:
+    """What a request, a token of output and a token of a prompt cost, beside what a router does when it is idle.
+
+    The row of a point has so many of each, and the seconds that it took.
+    """
+    costs = fit(points)
+    router = RouterCost(request_s=costs[0], token_s=costs[1], prompt_token_s=costs[2])
+    return router, tuple(point.residual(costs) for point in points)
 
 
 def start_node(argv: Sequence[str]) -> tuple[Process, str, float]:
@@ -106,7 +94,7 @@ def start_node(argv: Sequence[str]) -> tuple[Process, str, float]:
     begin = time.monotonic()
     own = ("--port", "0", "--log-level", "info", "--exit-with-parent")
     node = Process([sys.executable, "-u", "-m", "decode_node", *argv, *own])
-    address = _said(node, r" listening .*address=tcp://(\S+)")
+    address = node.wait_for(r" listening .*address=tcp://(\S+)")
     return node, address, time.monotonic() - begin
 
 
@@ -114,16 +102,7 @@ def start_router(address: str, model: str, argv: Sequence[str] = ()) -> tuple[Pr
     """A router that has joined the node at `address`: the process, and its URL. Raises ConfigError."""
     own = ["--decode", address, "--model", model, "--port", "0", "--control-port", "0"]
     router = Process([sys.executable, "-u", "-c", _ROUTER, *own, *argv])
-    return router, _said(router, r"Serving .* at (http\S+?):? ").rstrip(":")
-
-
-def _said(process: Process, pattern: str) -> str:
-    """What it says when it is ready. A process that does not say it is ended."""
-    try:
-        return process.wait_for(pattern)[1]
-    except BaseException:
-        process.close()
-        raise
+    return router, router.wait_for(r"Serving .* at (http\S+?):? ").rstrip(":")
 
 
 def measure_router(
@@ -131,35 +110,28 @@ def measure_router(
     address: str,
     model: str,
     loads: Sequence[Load],
-    router_argv: Sequence[str] = (),
-    *,
-    on_progress: OnProgress = lambda what, fraction: None,
-) -> RouterMeasured:
-    """A router in front of `node` at `address`, under each load and without one. Raises ConfigError."""
-    on_progress("a router starts", 0.0)
+    router_argv: Sequence[str],
+    on_progress: OnProgress,
+) -> tuple[list[Point], list[str]]:
+    """A router in front of `node` at `address`, under each load and without one, and remarks. Raises ConfigError."""
+    on_progress("a router starts")
     router, url = start_router(address, model, router_argv)
     with contextlib.closing(router):
         pid = serving_pid(router.pid)
-        asyncio.run(_run(url, pid, replace(loads[0], num_requests=4), seed=0))  # imports, caches
-        watch = MachineWatch(partial(read_cpu_times, [node.pid, router.pid, pid]))
-        used = []
-        jobs = [load for load in loads for _ in range(load.rounds)]
-        for index, load in enumerate(jobs):
-            on_progress(f"router under {load.name}", index / len(jobs))
-            used.append(asyncio.run(_run(url, pid, load, seed=1 + index)))
-        on_progress("router without requests", 1.0)
+        _run(url, pid, replace(loads[0], num_requests=4), seed=0)  # imports, caches
+        watch = MachineWatch(partial(others_cpu_s, [node.pid, router.pid, pid]))
+        points = []
+        for load in loads:
+            for seed in range(load.rounds):
+                on_progress(f"router under {load.name}")
+                points.append(_run(url, pid, load, seed=1 + seed))
+        on_progress("router without requests")
         begin, cpu_s = time.monotonic(), process_cpu_s(pid)
         time.sleep(1.0)
-        idle = Used(
-            what="router without requests",
-            requests=0,
-            prompt_tokens=0,
-            tokens=0,
-            wall_s=time.monotonic() - begin,
-            cpu_s=max(process_cpu_s(pid) - cpu_s, 1e-6),
-        )
-        remarks = tuple(watch.remarks("the router"))
-    return replace(fit_router([*used, idle]), remarks=remarks)
+        idle_s = max(process_cpu_s(pid) - cpu_s, 1e-6)
+        row = (0, 0, 0, time.monotonic() - begin)
+        points.append(Point(what="router without requests", row=row, seconds=(idle_s,)))
+        return points, [*watch.remarks("the router")]
 
 
 def serving_pid(supervisor: int) -> int:
@@ -170,116 +142,75 @@ def serving_pid(supervisor: int) -> int:
     raise ConfigError("the router that was started has no process that serves")
 
 
-async def _run(url: str, pid: int, load: Load, seed: int) -> Used:
+def _run(url: str, pid: int, load: Load, seed: int) -> Point:
     random = np.random.default_rng(seed)
-    bodies = [_body(load, random) for _ in range(load.num_requests)]
+    bodies = [load.body(random) for _ in range(load.num_requests)]
     begin, cpu_s = time.monotonic(), process_cpu_s(pid)
-    usages = await asyncio.gather(*(_stream(url, *body) for body in bodies))
+    with ThreadPoolExecutor(load.num_requests) as clients:
+        usages = list(clients.map(lambda body: _stream(url, *body), bodies))
     cpu_s = process_cpu_s(pid) - cpu_s
-    return Used(
-        what=f"router, {load.name}",
-        requests=len(usages),
-        prompt_tokens=sum(prompt for prompt, _ in usages),
-        tokens=sum(output for _, output in usages),
-        wall_s=time.monotonic() - begin,
-        cpu_s=cpu_s,
-    )
+    prompt_tokens, tokens = map(sum, zip(*usages, strict=True))
+    row = (len(usages), tokens, prompt_tokens, time.monotonic() - begin)
+    return Point(what=f"router, {load.name}", row=row, seconds=(cpu_s,))
 
 
-def _body(load: Load, random: np.random.Generator) -> tuple[str, bytes]:
-    """The path and the body of one request."""
-    if not load.has_text:
-        sampling = {"max_new_tokens": load.num_tokens, "ignore_eos": True, "temperature": 0}
-        ids = random.integers(1, _FEW_IDS, load.num_words).tolist()
-        return "/generate", json.dumps(
-            {"input_ids": ids, "sampling_params": sampling, "stream": True}
-        ).encode()
-    body = {
-        "prompt": " ".join(random.choice(_WORDS, load.num_words)),
-        "max_tokens": load.num_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return "/v1/completions", json.dumps(body).encode()
-
-
-async def _stream(url: str, path: str, body: bytes) -> tuple[int, int]:
-    """One request, on a connection of its own: tokens of its prompt and of its output, as the router counts them."""
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(
-        f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-        + body
-    )
-    tail = b""
-    while part := await reader.read(1 << 16):
-        tail = (tail + part)[-_TAIL_BYTES:]
-    writer.close()
-    counts = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', tail)
-    if b"data: [DONE]" not in tail or not counts:
-        said = tail[-300:].decode(errors="replace")
+def _stream(url: str, path: str, body: bytes) -> tuple[int, int]:
+    """One request: tokens of its prompt and of its output, as the router counts them."""
+    connection = HTTPConnection(urlsplit(url).netloc)
+    with contextlib.closing(connection):
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse().read()
+    counts = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', answer)
+    if b"data: [DONE]" not in answer or not counts:
+        said = answer[-300:].decode(errors="replace")
         raise ConfigError(f"the router that was started has cut a stream off: {said}")
     prompt, output = counts[-1]
     return int(prompt), int(output)
 
 
 class Process:
-    """A child whose output is read by a thread, so that it is never stopped by a full pipe.
-
-    Its standard input closes when this process ends, however that ends.
-    """
+    """A child whose output is a file. Its standard input closes when this process ends, however that ends."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
+        self._said = tempfile.NamedTemporaryFile()  # noqa: SIM115  # `close` closes it
         self._popen = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            argv, stdin=subprocess.PIPE, stdout=self._said, stderr=subprocess.STDOUT
         )
-        self._lines: list[str] = []
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, name="output", daemon=True)
-        self._reader.start()
 
     @property
     def pid(self) -> int:
         """Of the process itself."""
         return self._popen.pid
 
-    def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S) -> re.Match[str]:
-        """Wait for a line that has `pattern`. Raises ConfigError with the last lines when the process ends before."""
-        deadline = time.monotonic() + timeout_s
-        with self._news:
-            while time.monotonic() < deadline:
-                for line in self._lines:
-                    if found := re.search(pattern, line):
-                        return found
-                if not self._reader.is_alive():
-                    break
-                self._news.wait(0.1)
-        last = "".join(self._lines[-5:]).strip()
-        raise ConfigError(f"{' '.join(self._argv[1:])} did not start: {last or 'it said nothing'}")
+    def wait_for(self, pattern: str) -> str:
+        """The first group of `pattern` in what it says. Raises ConfigError when it ends before; then it is closed."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        has_ended = False
+        try:
+            while time.monotonic() < deadline and not has_ended:
+                has_ended = self._popen.poll() is not None
+                said = Path(self._said.name).read_text(errors="replace")
+                if found := re.search(pattern, said):
+                    return found[1]
+                time.sleep(0.02)
+            last = "".join(said.splitlines(keepends=True)[-5:]).strip()
+            raise ConfigError(f"{' '.join(self._argv[1:])} did not start: {last or 'it said nothing'}")
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ask it to end, and end it if it does not."""
-        self._popen.send_signal(signal.SIGTERM)
+        self._popen.terminate()
         try:
             self._popen.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
-        self._reader.join()
-        assert self._popen.stdin is not None and self._popen.stdout is not None
+        assert self._popen.stdin is not None
         self._popen.stdin.close()
-        self._popen.stdout.close()
-
-    def _read(self) -> None:
-        assert self._popen.stdout is not None
-        for line in self._popen.stdout:
-            with self._news:
-                self._lines.append(line)
-                self._news.notify_all()
+        self._said.close()
 
 
 def loads_for(

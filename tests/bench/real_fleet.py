@@ -66,7 +66,7 @@ class RealNodes:
         )
         effort = MeasureLimits(engine_s=FIT_S, max_batch=self.max_batch, max_tokens=FIT_TOKENS)
         _, forwards, _ = measure_engine(config, effort)
-        return forwards.fit()
+        return forwards.fit()[0]
 
 
 BUILTIN = RealNodes(
