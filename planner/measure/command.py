@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{error.name} is missing: {HOW_TO_INSTALL}") from None
         with console.status("") as status:
             progress = status.update if console.is_terminal else _lines(console)
-            profile = measure(config, node_argv(args), on_progress=progress)
+            profile = measure(config, on_progress=progress)
         profile.save(args.out)
     except (ConfigError, OSError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -66,11 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(profile, console)
     console.print(f"Written to {args.out}.", highlight=False)
     return 0
-
-
-def node_argv(args: argparse.Namespace) -> list[str]:
-    """The command line of a node as measured, without its addresses."""
-    return [*cli.node_argv(args), *(word for path in args.fleet_key for word in ("--fleet-key", path))]
 
 
 def _lines(console: Console) -> Callable[[str], None]:
@@ -88,7 +83,7 @@ def _lines(console: Console) -> Callable[[str], None]:
 
 def show(profile: Profile, console: Console) -> None:
     """The costs in words, the worst residuals, and the remarks."""
-    forward, node, transfer, router = profile.forward, profile.node, profile.transfer, profile.router
+    forward, node, transfer = profile.forward, profile.node, profile.transfer
     bandwidth = "any number of bytes" if transfer.bytes_s is None else f"{transfer.bytes_s / 1e9:.3g} GB/s"
     table = Table(title=f"{profile.measured.model} on {profile.measured.machine}", show_header=False)
     for name, value in (
@@ -100,8 +95,6 @@ def show(profile: Profile, console: Console) -> None:
         ("decode step of 16 requests over 1000 tokens each", seconds(forward.decode_s(16, 16_000))),
         ("scheduler, a step of 16 requests", seconds(forward.host_s(16))),
         ("transfer", f"{seconds(transfer.latency_s)} and {bandwidth}"),
-        ("router", f"{seconds(router.request_s)} a request, {1e6 * router.token_s:.3g} µs a token"),
-        ("start of a node", f"{node.start_s:.3g} s"),
         ("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes"),
         ("fit", _errors(profile.measured.residuals)),
     ):

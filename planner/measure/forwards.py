@@ -40,10 +40,6 @@ class MeasureLimits:
     max_tokens: int = 1 << 40
     """Of a context."""
     transfer_s: float = 8.0
-    starts: int = 2
-    """Of a node's process."""
-    load_s: float = 6.0
-    """What each load of a router is to take at most."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 engine      prefill, decode and the scheduler, in this process; the engine is closed before the next phase
 transfer    this process and a second one
-router      two starts of a node process, and a router in front of the second
 """
 
 from __future__ import annotations
@@ -10,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import platform
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-from planner.cost_model import CostModel
-from planner.measure.fitting import Point, remarks_of
+from planner.measure.fitting import remarks_of
 from planner.measure.forwards import Forwards, MeasureLimits, OnProgress, measure_forwards, tasks_of
 from planner.measure.machine import MachineWatch, cpu_model
 from planner.measure.node_loop import NodeLoop
-from planner.measure.router_load import fit_router, loads_for, measure_router, start_node
 from planner.measure.transfer import MAX_NBYTES, Shape, measure_transfers
 from planner.profile import Measured, NodeKind, Profile
 from planner.simulator.runner import PAGE_COPY_S
@@ -31,11 +27,7 @@ from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
 from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.kvtransfer.transports.choice import make_transports
-from shared.model.files import resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
-
-START_SPREAD = 1.5
-"""The slowest start over the fastest, from which on it is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +52,11 @@ class Node:
 
 def measure(
     config: NodeConfig,
-    argv: Sequence[str],
     *,
     effort: MeasureLimits | None = None,
     on_progress: OnProgress = lambda what: None,
 ) -> Profile:
-    """The profile of a node with `config`, whose command line is `argv`. Raises ConfigError.
+    """The profile of a node with `config`. Raises ConfigError.
 
     It takes about two minutes with the built-in model; a slow one takes longer, since every point has to be measured
     a few times.
@@ -86,9 +77,6 @@ def measure(
         num_pages=max(num_pages, 1),
     )
     transfer, of_transfers, doubts = measure_transfers(shape, effort.transfer_s, on_progress)
-    remarks += doubts
-    start_s, points, doubts = _router(config, argv, node, costs, effort, on_progress)
-    router, of_router = fit_router(points)
     remarks += [*doubts, *not_simulated(config, node.host_kv_tokens)]
     return Profile(
         measured=Measured(
@@ -100,7 +88,7 @@ def measure(
                 "torch": str(torch.__version__),
                 "kernels": f"{node.kernels}, {node.layout.numerics}",
             },
-            residuals=(*residuals, *of_transfers, *of_router),
+            residuals=(*residuals, *of_transfers),
             remarks=tuple(remarks),
         ),
         node=NodeKind(
@@ -110,14 +98,12 @@ def measure(
             max_running_requests=node.limits.max_running_requests,
             chunked_prefill_size=node.chunk_tokens,
             kv_bytes_per_token=node.token_nbytes,
-            start_s=start_s,
             disable_radix_cache=config.cache.disable_radix_cache,
             host_kv_tokens=node.host_kv_tokens,
             schedule=changed_options(config.schedule),
         ),
         forward=costs,
         transfer=transfer,
-        router=router,
     )
 
 
@@ -170,44 +156,6 @@ def measure_engine(
         return node, forwards, [*watch.remarks("the engine")]
     finally:
         engine.close()
-
-
-def _router(
-    config: NodeConfig,
-    argv: Sequence[str],
-    node: Node,
-    costs: CostModel,
-    effort: MeasureLimits,
-    on_progress: OnProgress,
-) -> tuple[float, list[Point], list[str]]:
-    """Seconds until a node is ready, and what a router did, with remarks on both."""
-    starts: list[float] = []
-    has_text = (resolve_model(config.model.model, with_weights=False) / "tokenizer.json").is_file()
-    streams = min(32, node.limits.max_running_requests)
-    loads = loads_for(
-        costs.decode_s(streams, 64 * streams) + costs.host_s(streams),
-        costs.extend_s([(0, 512)]) / 512,
-        node.limits,
-        has_text=has_text,
-        seconds=effort.load_s,
-    )
-    router_argv = [word for path in config.net.fleet_key for word in ("--fleet-key", path)]
-    router_argv += [] if has_text else ["--skip-tokenizer-init"]
-    for number in range(effort.starts):
-        on_progress(f"a node starts ({number + 1} of {effort.starts})")
-        process, address, seconds = start_node(argv)
-        starts.append(seconds)
-        with contextlib.closing(process):
-            if number + 1 == effort.starts:
-                points, remarks = measure_router(
-                    process, address, config.model.model, loads, router_argv, on_progress
-                )
-    if max(starts) > START_SPREAD * min(starts):
-        remarks.append(
-            f"A node took {min(starts):.1f} s to start and {max(starts):.1f} s another time: files that are not in "
-            "memory yet, or a busy machine, make a start slower than the profile says."
-        )
-    return statistics.median(starts), points, remarks
 
 
 def _machine(engine: Engine) -> str:

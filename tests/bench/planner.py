@@ -241,7 +241,6 @@ def profile(nodes: TimedNodes | RealNodes, forward: CostModel, added: Added) -> 
             max_running_requests=nodes.max_running_requests,
             chunked_prefill_size=nodes.chunked_prefill_size,
             kv_bytes_per_token=nodes.kv_bytes_per_token,
-            start_s=0.0,
         ),
         forward=forward,
         transfer=TransferCost(latency_s=added.transfer_s, bytes_s=1e9, message_s=added.message_s),

@@ -31,7 +31,6 @@ NODE = NodeKind(
     max_running_requests=32,
     chunked_prefill_size=512,
     kv_bytes_per_token=1024,
-    start_s=1.0,
 )
 PROFILE = Profile(
     measured=Measured(at="2026-01-01T00:00:00Z", machine="a machine", model="a model", versions={}),

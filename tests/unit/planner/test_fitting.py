@@ -16,8 +16,7 @@ from planner.cost_model import CostModel
 from planner.measure.fitting import Point, fit_transfers, nonnegative, remarks_of
 from planner.measure.forwards import Forwards, MeasureLimits, extend_row, tasks_of
 from planner.measure.machine import MachineWatch
-from planner.measure.router_load import fit_router
-from planner.profile import Residual, RouterCost, TransferCost
+from planner.profile import Residual, TransferCost
 from shared.protocol.messages import NodeLimits
 
 LIMITS = NodeLimits(context_length=8192, max_total_num_tokens=131_072, max_running_requests=64)
@@ -175,22 +174,6 @@ def test_a_bandwidth_that_can_just_be_measured_is_kept() -> None:
 def test_a_transfer_of_unmeasurable_bandwidth_takes_its_latency() -> None:
     link = TransferCost(latency_s=0.001, bytes_s=None)
     assert link.seconds(1) == link.seconds(1 << 40) == 0.001
-
-
-def test_a_planted_router_comes_back() -> None:
-    costs = (1.5e-3, 4e-5, 2e-6, 0.003)
-    rows = [(32, 64, 1000, 0.3), (32, 6000, 1100, 4.0), (16, 32, 16_000, 2.0), (0, 0, 0, 1.0)]
-    points = [
-        Point(what=str(row), row=row, seconds=(sum(a * b for a, b in zip(row, costs, strict=True)),))
-        for row in rows
-    ]
-    fitted, residuals = fit_router(points)
-    assert all(abs(one.error) < 1e-6 for one in residuals) and len(residuals) == 4
-    assert fitted == RouterCost(
-        request_s=pytest.approx(costs[0]),
-        token_s=pytest.approx(costs[1]),
-        prompt_token_s=pytest.approx(costs[2]),
-    )
 
 
 # ----------------------------------------------------------------------------------------------- remarks
