@@ -1,13 +1,12 @@
 """The whole answer of `router plan`: what the table, the JSON file and the HTML file show, and nothing beside it.
 
-    Answer ─┬─ question       what was asked: traffic, SLOs, machines, prices
+    Answer ─┬─ question       what was asked: traffic, SLOs, machines
             ├─ candidates ─── points: one candidate at one rate, each from real schedulers under a virtual clock
             ├─ verdict        what to run, and why
             ├─ thresholds     from where on splitting pays
             └─ remarks        what makes it doubtful
 
-Seconds, tokens, bytes. Prices are in the user's unit, for an hour. JSON has
-no infinities, so what may be infinite is None.
+Seconds, tokens, bytes. JSON has no infinities, so what may be infinite is None.
 """
 
 from __future__ import annotations
@@ -79,8 +78,6 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """0 where every node does both."""
     num_decode: int
     enable_mixed_chunk: bool
-    price: float | None
-    """Of the whole fleet for an hour."""
     points: tuple[Point, ...]
     """Ascending rates. One has load 1."""
     max_rate: Estimate | None
@@ -88,8 +85,6 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     rate that was tried does that."""
     max_rate_is_bound: bool
     """It was still met at the highest rate that was tried, so `max_rate` is a lower bound."""
-    goodput_a_price: float | None
-    """Good requests for one unit of the price, at `max_rate`."""
     is_screened: bool
     """Its figures are from a part of the traffic alone, the screen, where it was far from the best."""
 
@@ -120,8 +115,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What to run."""
 
     best: str
-    """The cheapest candidate that meets the SLOs at the rate of the traffic (without prices, that with the fewest
-    nodes), and of those the one with the highest rate; if none does, the one that comes nearest."""
+    """That with the fewest nodes of those that meet the SLOs at the rate of the traffic, and of those the one with
+    the highest rate; if none does, the one that comes nearest."""
     splits: bool
     meets: bool
     """Whether `Question.good_share` of the requests meet both SLOs."""
@@ -163,7 +158,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     """The file."""
     measured: Measured
-    price: float | None
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,15 +51,10 @@ def build_parser() -> FlagParser:
         allow_abbrev=False,
     )
     machines = parser.add_argument_group("machines")
-    price = fraction(1e-6, 1e9)
-    for role, words in (
-        ("", "every node"),
-        ("prefill-", "a prefill node, where they differ"),
-        ("decode-", "a decode node, where they differ"),
-    ):
-        machines.add_argument(f"--{role}profile", type=Path, metavar="FILE", help=f"of {words}")
-        machines.add_argument(f"--{role}price", type=price, metavar="PRICE",
-            help=f"for an hour of {words}; also gives goodput a unit of the price")  # fmt: skip
+    machines.add_argument("--profile", type=Path, metavar="FILE", help="of every node")
+    for role in ("prefill", "decode"):
+        words = f"of a {role} node, where they differ"
+        machines.add_argument(f"--{role}-profile", type=Path, metavar="FILE", help=words)
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--trace", type=Path, metavar="FILE", help="of recorded requests, or the router's own log"
@@ -117,22 +112,10 @@ def node_range(text: str) -> range:
 
 def _check(args: Namespace) -> None:
     """What depends on several flags."""
-    for what in ("profile", "price"):
-        one, prefill, decode = (getattr(args, f"{role}{what}") for role in ("", "prefill_", "decode_"))
-        if one is not None and (prefill is not None or decode is not None):
-            raise ConfigError(
-                f"--{what} is that of every node; --prefill-{what} and --decode-{what} replace it"
-            )
-        if (prefill is None) is not (decode is None):
-            raise ConfigError(f"--prefill-{what} and --decode-{what} belong together")
-    if args.profile is not None and args.prefill_price is not None:
+    of_roles = [path for path in (args.prefill_profile, args.decode_profile) if path is not None]
+    if len(of_roles) == 1 or (args.profile is None) is not bool(of_roles):
         raise ConfigError(
-            "--prefill-price and --decode-price are of two kinds of nodes, which need --prefill-profile and "
-            "--decode-profile; --price is that of every node"
-        )
-    if args.profile is None and args.prefill_profile is None:
-        raise ConfigError(
-            "it needs --profile, or --prefill-profile and --decode-profile; --measure makes one"
+            "it needs --profile, of every node, or --prefill-profile and --decode-profile; --measure makes one"
         )
     if args.html is not None and str(args.html) == args.json:
         raise ConfigError(f"{args.html}: --json and --html need a file each")

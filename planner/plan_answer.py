@@ -17,7 +17,7 @@ from planner.figures import Slo, quantile
 from planner.plan_traffic import Traffic, traffic_of
 from planner.profile import Profile, load_profile
 from planner.sample import Setting, Trial, Trials
-from planner.search import Aim, Curve, PriceOf, choose, search, tied_with_best
+from planner.search import Aim, Curve, choose, search, tied_with_best
 from planner.simulate import Bottleneck, Run
 from planner.thresholds import thresholds
 from planner.words import percent, rate, seconds
@@ -42,8 +42,6 @@ class Asked:
 
     profiles: tuple[tuple[Path, Profile], ...]
     """One for all nodes, or those of prefill and of decode nodes."""
-    prices: tuple[float, float] | None
-    """Of a prefill and of a decode node, for an hour."""
     traffic: Traffic
     aim: Aim
     nodes: range
@@ -63,20 +61,10 @@ class Asked:
         """All fleets of so many nodes."""
         return candidates(nodes, ("",) if len(self.profiles) == 1 else ("prefill", "decode"))
 
-    def price_of(self, candidate: Candidate) -> float:
-        """Of a fleet; without prices every node costs the same."""
-        prefill, decode = self.prices or (1.0, 1.0)
-        if candidate.machine == "prefill":
-            return prefill * candidate.num_nodes
-        return prefill * candidate.num_prefill + decode * candidate.num_decode
-
 
 def question_of(args: Namespace) -> Asked:
     """Read the files that the flags name. Raises ConfigError."""
     names = ("profile",) if args.profile is not None else ("prefill_profile", "decode_profile")
-    prices = None
-    if args.price is not None or args.prefill_price is not None:
-        prices = args.price or args.prefill_price, args.price or args.decode_price
     profiles = tuple(
         (path, load_profile(path, f"--{name.replace('_', '-')}"))
         for name, path in ((name, getattr(args, name)) for name in names)
@@ -85,7 +73,6 @@ def question_of(args: Namespace) -> Asked:
     slo = Slo(ttft_s=args.slo_ttft_ms / 1000, itl_s=args.slo_itl_ms / 1000)
     return Asked(
         profiles=profiles,
-        prices=prices,
         traffic=traffic_of(args, cache_tokens),
         aim=Aim(slo=slo, good_share=args.good_share),
         nodes=args.nodes,
@@ -121,8 +108,8 @@ async def answer_by(
     def found(curve: Curve) -> None:
         report(f"{curve.candidate.name}: up to {rate(curve.most)}")
 
-    curves = await search(trials, asked.candidates(asked.nodes), aim, asked.price_of, found)
-    best, verdict = await _verdict(trials, curves, asked.price_of)
+    curves = await search(trials, asked.candidates(asked.nodes), aim, found)
+    best, verdict = await _verdict(trials, curves)
     report("thresholds ...")
     num_nodes = max(2, best.candidate.num_nodes)
     rivals = asked.candidates(range(num_nodes, num_nodes + 1))
@@ -167,7 +154,6 @@ def _question(asked: Asked) -> Question:
                 role=role,
                 profile=str(path),
                 measured=profile.measured,
-                price=None if asked.prices is None else asked.prices[role == "decode"],
             )
             for role, (path, profile) in zip(roles, asked.profiles, strict=True)
         ),
@@ -178,17 +164,14 @@ def _candidate(asked: Asked, curve: Curve) -> CandidateAnswer:
     fleet, aim, mixed = curve.candidate, asked.aim, curve.candidate.enable_mixed_chunk
     if mixed is None:
         mixed = asked.profiles[-1][1].node.schedule_options.enable_mixed_chunk
-    price = None if asked.prices is None else asked.price_of(fleet)
     return CandidateAnswer(
         name=fleet.name,
         num_prefill=fleet.num_prefill,
         num_decode=fleet.num_decode,
         enable_mixed_chunk=mixed,
-        price=price,
         points=tuple(sample.point(aim.slo, aim.good_share) for sample in curve.samples),
         max_rate=curve.max_rate,
         max_rate_is_bound=curve.is_bound,
-        goodput_a_price=curve.most * aim.good_share * 3600 / price if price and curve.max_rate else None,
         is_screened=curve.is_screened,
     )
 
@@ -223,9 +206,9 @@ def _remarks(asked: Asked, best: Curve) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------------ verdict
-async def _verdict(trials: Trials, curves: Sequence[Curve], price_of: PriceOf) -> tuple[Curve, Verdict]:
+async def _verdict(trials: Trials, curves: Sequence[Curve]) -> tuple[Curve, Verdict]:
     """The best of the curves, and the words for it."""
-    best = await choose(trials, curves, price_of)
+    best = await choose(trials, curves)
     counts = sorted({one.candidate.num_nodes for one in curves})
     best_of = [
         await _best_of(trials, [one for one in curves if one.candidate.num_nodes == num]) for num in counts

@@ -6,7 +6,6 @@ profile.json  ──load_profile──▶  Profile  ──▶  one simulated nod
 from __future__ import annotations
 
 import math
-from argparse import ArgumentTypeError
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
@@ -137,7 +136,6 @@ def load_profile(path: Path, flag: str = "--profile") -> Profile:
                 "plan --measure"
             )
         profile = msgspec.json.decode(text, type=Profile)
-        _ = profile.node.schedule_options
         _check(profile)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
@@ -158,18 +156,9 @@ def _check(profile: Profile) -> None:
             "a forward of one token takes no time; one of forward.a, forward.b, forward.c and forward.floor_s, and "
             "one of forward.d, forward.e and forward.f, must be above 0"
         )
-    flags = {one.name: one.metadata["flag"] for one in fields(ScheduleOptions)}
-    for name, value in node.schedule.items():
-        if name not in flags:
-            raise ConfigError(f"node.schedule has no {name}; measure anew")
-        if isinstance(value, bool):
-            continue
-        choices = POLICIES if name == "schedule_policy" else flags[name].choices
-        try:
-            flags[name].type(str(value))
-        except ArgumentTypeError as error:
-            raise ConfigError(f"node.schedule.{name}: {error}") from None
-        if choices and value not in choices:
-            raise ConfigError(f"node.schedule.{name} is {value!r}, and must be one of {', '.join(choices)}")
+    if unknown := node.schedule.keys() - {one.name for one in fields(ScheduleOptions)}:
+        raise ConfigError(f"node.schedule has no {min(unknown)}; measure anew")
+    if node.schedule_options.schedule_policy not in POLICIES:
+        raise ConfigError(f"node.schedule.schedule_policy must be one of {', '.join(POLICIES)}")
     if node.pool_tokens < node.page_size:
         raise ConfigError(f"node.pool_tokens is {node.pool_tokens}, less than a page of {node.page_size}")

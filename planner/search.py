@@ -4,7 +4,7 @@
                                   └──may be the best──all windows──▶ Curve ──choose──▶ the best
 
 All candidates see the same requests, at rates of one common grid, so what they differ in is not the luck of the draw.
-In all windows are simulated: the candidates that may be the cheapest to meet the SLOs; and of the fleets with as many
+In all windows are simulated: the candidates that may be the smallest to meet the SLOs; and of the fleets with as many
 nodes as the best one, one fewer or one more, those that may serve the highest rate. If that shows another number of
 nodes to be the best, it goes on around that one, so that an easy or a hard screen does no harm.
 """
@@ -30,8 +30,6 @@ MAX_DOUBLINGS = 6
 STEP = 2 ** (1 / STEPS)
 NEARLY = 1.05
 """Candidates that all miss the SLOs are as near to them if their slo_factor differs by no more."""
-
-PriceOf = Callable[[Candidate], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +164,6 @@ async def search(
     trials: Trials,
     candidates: Sequence[Candidate],
     aim: Aim,
-    price_of: PriceOf,
     report: Callable[[Curve], None],
 ) -> list[Curve]:
     """A curve of every candidate, in their order: over all windows of those that may be the best."""
@@ -182,14 +179,14 @@ async def search(
     screened = await asyncio.gather(*(one(candidate, (SCREEN,)) for candidate in candidates))
     known = list(screened)
     while True:
-        num_nodes = (await choose(trials, known, price_of)).candidate.num_nodes
+        num_nodes = (await choose(trials, known)).candidate.num_nodes
         wanted = [
             at
             for at, seen in enumerate(known)
             if seen.is_screened
             and (
                 (abs(seen.candidate.num_nodes - num_nodes) <= 1 and _may_be_best(seen, screened))
-                or _may_be_cheapest(seen, known, price_of)
+                or _may_be_smallest(seen, known)
             )
         ]
         if not wanted:
@@ -208,12 +205,12 @@ def _may_be_best(one: Curve, curves: Sequence[Curve]) -> bool:
     return one.max_rate is not None and one.max_rate.high * STEP >= max(lows)
 
 
-def _may_be_cheapest(one: Curve, curves: Sequence[Curve], price_of: PriceOf) -> bool:
+def _may_be_smallest(one: Curve, curves: Sequence[Curve]) -> bool:
     """Of those that meet the aim at the rate of the traffic."""
     rate = one.now.rate
     sure = [other for other in curves if other.max_rate and other.max_rate.low >= rate * STEP]
-    least = min((price_of(other.candidate) for other in sure), default=float("inf"))
-    return one.max_rate is not None and one.max_rate.high * STEP >= rate and price_of(one.candidate) <= least
+    least = min((other.candidate.num_nodes for other in sure), default=one.candidate.num_nodes)
+    return one.max_rate is not None and one.max_rate.high * STEP >= rate and one.candidate.num_nodes <= least
 
 
 # -------------------------------------------------------------------------------------------------- the best
@@ -243,8 +240,8 @@ async def tied_with_best(trials: Trials, curves: Sequence[Curve]) -> list[Curve]
     return sorted(tied, key=lambda one: (*one.candidate.simplicity, -one.most))
 
 
-async def choose(trials: Trials, curves: Sequence[Curve], price_of: PriceOf) -> Curve:
-    """The cheapest that meets the aim at the rate of the traffic; if none does, that with the most goodput.
+async def choose(trials: Trials, curves: Sequence[Curve]) -> Curve:
+    """The smallest that meets the aim at the rate of the traffic; if none does, that with the most goodput.
 
     If those that have most cannot be told apart, for example where no request meets the SLOs, it is the one that
     comes nearest to them.
@@ -252,11 +249,11 @@ async def choose(trials: Trials, curves: Sequence[Curve], price_of: PriceOf) -> 
     full = [one for one in curves if not one.is_screened] or list(curves)
     meeting = [one for one in full if one.meets]
     if meeting:
-        least = min(price_of(one.candidate) for one in meeting)
-        return (await tied_with_best(trials, [one for one in meeting if price_of(one.candidate) == least]))[0]
+        least = min(one.candidate.num_nodes for one in meeting)
+        return (await tied_with_best(trials, [one for one in meeting if one.candidate.num_nodes == least]))[0]
     slo = full[0].aim.slo
     most_good = max(full, key=lambda one: one.now.good_share(slo)).now.good_parts(slo)
     tied = [one for one in full if not difference(most_good, one.now.good_parts(slo)).is_more_than_noise]
     nearest = min(one.slo_factor for one in tied)
     near = [one for one in tied if one.slo_factor <= NEARLY * nearest]
-    return min(near, key=lambda one: (price_of(one.candidate), *one.candidate.simplicity, one.slo_factor))
+    return min(near, key=lambda one: (one.candidate.num_nodes, *one.candidate.simplicity, one.slo_factor))

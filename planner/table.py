@@ -12,6 +12,7 @@ from planner.answer import Answer, CandidateAnswer
 from planner.figures import Distribution
 
 _PLAIN_WIDTH = 150
+_LATENCIES = ("TTFT p50 p99, ms", "ITL p50 p99, ms")
 
 
 def print_answer(answer: Answer, console: Console | None = None) -> None:
@@ -53,29 +54,13 @@ def _question(answer: Answer) -> str:
 
 
 def _candidates(answer: Answer) -> Table:
-    has_prices = any(one.price is not None for one in answer.candidates)
     table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
-    titles = [
-        "up to req/s",
-        "good now",
-        "TTFT p50 p99, ms",
-        "ITL p50 p99, ms",
-        "busy",
-        "link",
-        "held back by",
-    ]
-    for title in ("fleet", *(("price/h", "req/price") if has_prices else ()), *titles):
+    for title in ("fleet", "up to req/s", "good now", *_LATENCIES, "busy", "link", "held back by"):
         is_words = title in ("fleet", "held back by")
         table.add_column(title, justify="left" if is_words else "right", no_wrap=True)
     for one in sorted(answer.candidates, key=lambda one: one.num_nodes):
-        prices = ("", "") if one.goodput_a_price is None else (f"{one.price:g}", f"{one.goodput_a_price:.0f}")
-        table.add_row(
-            one.name + (" *" if one.is_screened else ""),
-            *(prices if has_prices else ()),
-            _most(one),
-            *_now(one),
-            style="bold" if one.name == answer.verdict.best else None,
-        )
+        style = "bold" if one.name == answer.verdict.best else None
+        table.add_row(one.name + (" *" if one.is_screened else ""), _most(one), *_now(one), style=style)
     if any(one.is_screened for one in answer.candidates):
         table.caption = (
             "* from the screen, a part of the traffic: not to be compared with lines without a star"

@@ -80,13 +80,11 @@ def asked(
     of: Traffic | None = None,
     nodes: range = range(1, 3),
     slo: Slo = SLO,
-    prices: tuple[float, float] | None = None,
 ) -> Asked:
     """A question about PROFILE, or about those given."""
     named = tuple((Path(f"profile{i}.json"), one) for i, one in enumerate(profiles or (PROFILE,)))
     return Asked(
         profiles=named,
-        prices=prices,
         traffic=of or traffic(),
         aim=Aim(slo=slo, good_share=0.9),
         nodes=nodes,

@@ -13,7 +13,7 @@ from planner.sample import Parts, Trial, Variation, difference, estimate
 from planner.search import crossing
 from planner.traffic.trace import SimRequest
 from planner.traffic.windows import whole_window
-from tests.unit.planner.plan_rig import PROFILE, asked, planned, planted, traffic
+from tests.unit.planner.plan_rig import asked, planned, planted, traffic
 
 
 def pipeline(candidate: Candidate, varied: Variation) -> float:
@@ -113,23 +113,6 @@ def test_the_screen_is_the_first_part_of_short_traffic_or_the_most_common_window
     assert Traffic((short,), "made up").screen == short
     few, many = traffic(20).windows[0], traffic(40).windows[0]
     assert Traffic((few, many), "made up").screen is many
-
-
-def test_prices_choose_the_fleet_and_give_goodput_a_price() -> None:
-    """2P1D and 1P2D serve 2 requests/s or more; a decode node costs a tenth of a prefill node."""
-
-    def fleets(candidate: Candidate, varied: Variation) -> float:
-        return 2.5 if candidate.splits else 0.1
-
-    question = asked(PROFILE, PROFILE, of=traffic(rate=2.0), nodes=range(3, 4), prices=(10.0, 1.0))
-    answer = planted(question, fleets)
-    assert answer.verdict.best == "1P2D"
-    best = answer.candidate("1P2D")
-    assert best.price == 12 and best.max_rate is not None
-    assert best.goodput_a_price == pytest.approx(0.9 * best.max_rate.value * 3600 / 12)
-    assert answer.candidate("3 together (prefill machines)").price == 30
-    swapped = asked(PROFILE, PROFILE, of=traffic(rate=2.0), nodes=range(3, 4), prices=(1.0, 10.0))
-    assert planted(swapped, fleets).verdict.best == "2P1D"
 
 
 @pytest.mark.parametrize(
