@@ -9,6 +9,7 @@ import io
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import matplotlib as mpl
@@ -54,7 +55,8 @@ def html_of(answer: Answer) -> bytes:
 
 def draw(answer: Answer) -> str:
     """All charts below each other, as one SVG element."""
-    by_nodes = [list(of) for _, of in groupby(sorted(answer.candidates, key=_num_nodes), key=_num_nodes)]
+    num_nodes = attrgetter("num_nodes")
+    by_nodes = [list(of) for _, of in groupby(sorted(answer.candidates, key=num_nodes), key=num_nodes)]
     shown = _shown(answer)
     heights = [PLOT_IN] * len(by_nodes) + [ROW_IN * len(shown) + 0.6] * 4
     with mpl.rc_context(STYLE):
@@ -73,21 +75,14 @@ def draw(answer: Answer) -> str:
     return svg[svg.index("<svg") :]
 
 
-def _num_nodes(one: CandidateAnswer) -> int:
-    return one.num_nodes
-
-
 def _shown(answer: Answer) -> list[CandidateAnswer]:
     """Of each number of nodes the best split and the best fleet together."""
     named = {one.name for one in answer.verdict.best_of} | {answer.verdict.best}
-    kinds: dict[tuple[int, bool], list[CandidateAnswer]] = {}
-    for one in answer.candidates:
-        kinds.setdefault((one.num_nodes, one.num_prefill > 0), []).append(one)
-
-    def rank(one: CandidateAnswer) -> tuple[bool, bool, float]:
-        return one.name == answer.verdict.best, one.name in named, one.max_rate.value if one.max_rate else 0.0
-
-    return [max(kind, key=rank) for _, kind in sorted(kinds.items())]
+    kinds: dict[tuple[int, bool], CandidateAnswer] = {}
+    ascending = sorted(answer.candidates, key=lambda one: one.max_rate.value if one.max_rate else 0.0)
+    for one in sorted(ascending, key=lambda one: one.name in named):
+        kinds[one.num_nodes, one.num_prefill > 0] = one
+    return [one for _, one in sorted(kinds.items())]
 
 
 def _goodput(axes: Axes, answer: Answer, candidates: Sequence[CandidateAnswer]) -> None:

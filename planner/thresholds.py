@@ -63,41 +63,28 @@ class _AxisSearch:
         """Outwards from 1, which is one of the ascending `factors`."""
         here = await self.duel(1.0)
         is_free = self._axis in ("slo_ttft", "slo_itl")
-        duel = here
-        for factor in (factor for factor in factors if factor > 1.0):
-            if not duel.split_meets and not is_free:
-                break
-            duel = await self.duel(factor)
-        duel = here
-        for factor in reversed([factor for factor in factors if factor < 1.0]):
-            if not duel.together_misses and not is_free:
-                break
-            duel = await self.duel(factor)
+        above = [factor for factor in factors if factor > 1.0]
+        below = [factor for factor in reversed(factors) if factor < 1.0]
+        for outwards in (above, below):
+            duel = here
+            for factor in outwards:
+                may_pay = duel.split_meets if factor > 1.0 else duel.together_misses
+                if not may_pay and not is_free:
+                    break
+                duel = await self.duel(factor)
 
     async def duel(self, factor: float) -> _Duel:
         """At one point."""
         slo, varied = self._at(factor)
-        aim = Aim(slo=slo, good_share=self._aim.good_share)
-        trials = self._trials
-        samples = await asyncio.gather(
-            *(trials.sample(one, trials.setting.whole, varied) for one in self._rivals)
-        )
-        split, together = (
-            max(
-                (one for one in samples if one.candidate.splits is splits),
-                key=lambda one: one.good_share(slo),
-            )
-            for splits in (True, False)
-        )
-        meets = aim.is_met_by(split)
+        whole = self._trials.setting.whole
+        samples = await asyncio.gather(*(self._trials.sample(one, whole, varied) for one in self._rivals))
+        ordered = sorted(samples, key=lambda one: one.good_share(slo), reverse=True)
+        split = next(one for one in ordered if one.candidate.splits)
+        together = next(one for one in ordered if not one.candidate.splits)
+        meets = split.good_share(slo) >= self._aim.good_share
         gain = difference(split.good_parts(slo), together.good_parts(slo))
-        duel = self.duels[factor] = _Duel(
-            split,
-            together,
-            pays=meets and gain.low > 0,
-            split_meets=meets,
-            together_misses=together.good_share(slo) < 1.0,
-        )
+        misses = together.good_share(slo) < 1.0
+        duel = self.duels[factor] = _Duel(split, together, meets and gain.low > 0, meets, misses)
         return duel
 
     async def edge(self, inside: float, outside: float) -> float:
@@ -143,14 +130,10 @@ async def thresholds(
         "slo_ttft": FINE_GRID,
         "slo_itl": FINE_GRID,
     }
-    return list(
-        await asyncio.gather(
-            *(
-                _threshold(_AxisSearch(trials, aim, rivals, axis), axis, now[axis], grid)
-                for axis, grid in grids.items()
-            )
-        )
-    )
+    searches = [
+        _threshold(_AxisSearch(trials, aim, rivals, axis), axis, now[axis], grids[axis]) for axis in grids
+    ]
+    return list(await asyncio.gather(*searches))
 
 
 async def _threshold(search: _AxisSearch, axis: Axis, now: float, grid: Sequence[float]) -> Threshold:

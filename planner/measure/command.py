@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     config = cli.node_config(parser, argv)
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends what it has started
     try:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")

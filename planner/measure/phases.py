@@ -18,7 +18,7 @@ import torch
 
 from planner.measure.fitting import remarks_of
 from planner.measure.forwards import Forwards, MeasureLimits, OnProgress, measure_forwards, tasks_of
-from planner.measure.machine import MachineWatch, cpu_model
+from planner.measure.machine import cpu_model, watched
 from planner.measure.node_loop import NodeLoop
 from planner.measure.transfer import MAX_NBYTES, Shape, measure_transfers
 from planner.profile import Measured, NodeKind, Profile
@@ -148,14 +148,11 @@ def measure_engine(
     tasks = tasks_of(
         engine.limits, node.chunk_tokens, config.cache.page_size, has_cache=has_cache, effort=effort
     )
-    try:
-        loop = NodeLoop(config, engine)
-        watch = MachineWatch()
-        with contextlib.closing(loop):
-            forwards = measure_forwards(loop, tasks, effort, on_progress)
-        return node, forwards, [*watch.remarks("the engine")]
-    finally:
-        engine.close()
+    remarks: list[str] = []
+    closing = contextlib.closing
+    with closing(engine), closing(NodeLoop(config, engine)) as loop, watched("the engine", remarks):
+        forwards = measure_forwards(loop, tasks, effort, on_progress)
+    return node, forwards, remarks
 
 
 def _machine(engine: Engine) -> str:

@@ -7,6 +7,7 @@ message before that, which says that there is room, is measured too.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import statistics
 import sys
@@ -15,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -24,7 +24,7 @@ import torch
 
 from planner.measure.fitting import Point, fit_transfers, remarks_of
 from planner.measure.forwards import OnProgress
-from planner.measure.machine import MachineWatch, others_cpu_s
+from planner.measure.machine import watched
 from planner.profile import Residual, TransferCost
 from shared.config import NodeConfig
 from shared.engine.build import new_page_mover
@@ -99,26 +99,21 @@ def measure_transfers(
         sizes.append(min(4 * sizes[-1], shape.num_pages))
     rounds: defaultdict[int, list[float]] = defaultdict(list)
     messages: list[float] = []
+    remarks: list[str] = []
     on_progress("a second process starts")
-    receiving = _ReceivingNode(shape)
-    try:
+    with contextlib.closing(_ReceivingNode(shape)) as receiving:
         receiving.transfer_s(1)
-        pid = receiving.child.pid
-        assert pid is not None
-        watch = MachineWatch(partial(others_cpu_s, [pid]))
         begin = time.monotonic()
-        for number in range(MAX_ROUNDS + 1):
-            if number > 2 and time.monotonic() - begin > seconds:
-                break
-            for size in sizes:
-                on_progress(f"transfer of {size * shape.page_nbytes >> 10} KiB")
-                message_s, took_s = receiving.transfer_s(size)
-                if number:
-                    rounds[size * shape.page_nbytes].append(took_s)
-                    messages.append(message_s)
-        remarks = [*watch.remarks("the transfer")]
-    finally:
-        receiving.close()
+        with watched("the transfer", remarks, [receiving.child_pid]):
+            for number in range(MAX_ROUNDS + 1):
+                if number > 2 and time.monotonic() - begin > seconds:
+                    break
+                for size in sizes:
+                    on_progress(f"transfer of {size * shape.page_nbytes >> 10} KiB")
+                    message_s, took_s = receiving.transfer_s(size)
+                    if number:
+                        rounds[size * shape.page_nbytes].append(took_s)
+                        messages.append(message_s)
     points = [
         Point(what=f"transfer {nbytes}", row=(1, nbytes), seconds=tuple(took))
         for nbytes, took in rounds.items()
@@ -150,8 +145,8 @@ class _ReceivingNode:
         self._control.every(self._receiver.renewal_s, self._receiver.renew_leases)
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        self.child = context.Process(target=_send, args=(there, node.address, shape), daemon=True)
-        self.child.start()
+        self._child = context.Process(target=_send, args=(there, node.address, shape), daemon=True)
+        self._child.start()
         there.close()
 
     def transfer_s(self, num_pages: int) -> tuple[float, float]:
@@ -178,9 +173,15 @@ class _ReceivingNode:
                         raise ConfigError(
                             f"pages do not move between two processes of this machine: {reason}"
                         )
-            if not self.child.is_alive():
+            if not self._child.is_alive():
                 break
         raise ConfigError(f"pages do not move between two processes of this machine within {_TIMEOUT_S:g} s")
+
+    @property
+    def child_pid(self) -> int:
+        """Of the second process."""
+        assert self._child.pid is not None
+        return self._child.pid
 
     def _hear(self) -> float:
         """A time that the child says."""
@@ -197,9 +198,9 @@ class _ReceivingNode:
     def close(self) -> None:
         """End both sides."""
         sys.setswitchinterval(self._switch_interval_s)
-        if self.child.is_alive():
+        if self._child.is_alive():
             self._pipe.send(None)
-        self.child.join(_TIMEOUT_S)
+        self._child.join(_TIMEOUT_S)
         self._pipe.close()
         self._receiver.close()
         self._control.close()

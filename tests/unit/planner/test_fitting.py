@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost_model import CostModel
+from planner.measure import machine
 from planner.measure.fitting import Point, fit_transfers, nonnegative, remarks_of
 from planner.measure.forwards import Forwards, MeasureLimits, extend_row, tasks_of
-from planner.measure.machine import MachineWatch
 from planner.profile import Residual, TransferCost
 from shared.protocol.messages import NodeLimits
 
@@ -209,7 +209,10 @@ def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, others: float) 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     times, used = iter((100.0, 110.0)), iter((50.0, 50.0 + 20 * others))
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    said = [*MachineWatch(lambda: next(used)).remarks("the engine")]
+    monkeypatch.setattr(machine, "others_cpu_s", lambda pids: next(used))
+    said: list[str] = []
+    with machine.watched("the engine", said):
+        pass
     assert len(said) == (others > 0.05)
     assert all(
         "Other processes used 30% of this machine's CPU time while the engine was" in one for one in said
