@@ -85,8 +85,6 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     rate that was tried does that."""
     max_rate_is_bound: bool
     """It was still met at the highest rate that was tried, so `max_rate` is a lower bound."""
-    is_screened: bool
-    """Its figures are from a part of the traffic alone, the screen, where it was far from the best."""
 
     @property
     def num_nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from planner.figures import Slo, quantile
 from planner.plan_traffic import Traffic, traffic_of
 from planner.profile import Profile, load_profile
 from planner.sample import Setting, Trial, Trials
-from planner.search import Aim, Curve, choose, search, tied_with_best
+from planner.search import Aim, Curve, choose, curve, tied_with_best
 from planner.simulate import Bottleneck, Run
 from planner.thresholds import thresholds
 from planner.words import percent, rate, seconds
@@ -50,7 +51,6 @@ class Asked:
     def setting(self) -> Setting:
         """What all simulations share."""
         return Setting(
-            screen=self.traffic.screen,
             windows=self.traffic.windows,
             prefill=self.profiles[0][1],
             decode=self.profiles[-1][1],
@@ -105,10 +105,12 @@ async def answer_by(
     started, aim, traffic = time.monotonic(), asked.aim, asked.traffic
     trials = Trials(asked.setting, run)
 
-    def found(curve: Curve) -> None:
-        report(f"{curve.candidate.name}: up to {rate(curve.most)}")
+    async def searched(candidate: Candidate) -> Curve:
+        found = await curve(trials, candidate, aim)
+        report(f"{candidate.name}: up to {rate(found.most)}")
+        return found
 
-    curves = await search(trials, asked.candidates(asked.nodes), aim, found)
+    curves = await asyncio.gather(*map(searched, asked.candidates(asked.nodes)))
     best, verdict = await _verdict(trials, curves)
     report("thresholds ...")
     num_nodes = max(2, best.candidate.num_nodes)
@@ -129,7 +131,7 @@ async def answer_by(
     made = trials.made
     return Answer(
         question=_question(asked),
-        candidates=tuple(_candidate(asked, curve) for curve in curves),
+        candidates=tuple(_candidate(asked, one) for one in curves),
         verdict=verdict,
         thresholds=tuple(found_thresholds),
         remarks=tuple(_remarks(asked, best)),
@@ -160,8 +162,8 @@ def _question(asked: Asked) -> Question:
     )
 
 
-def _candidate(asked: Asked, curve: Curve) -> CandidateAnswer:
-    fleet, aim, mixed = curve.candidate, asked.aim, curve.candidate.enable_mixed_chunk
+def _candidate(asked: Asked, one: Curve) -> CandidateAnswer:
+    fleet, aim, mixed = one.candidate, asked.aim, one.candidate.enable_mixed_chunk
     if mixed is None:
         mixed = asked.profiles[-1][1].node.schedule_options.enable_mixed_chunk
     return CandidateAnswer(
@@ -169,10 +171,9 @@ def _candidate(asked: Asked, curve: Curve) -> CandidateAnswer:
         num_prefill=fleet.num_prefill,
         num_decode=fleet.num_decode,
         enable_mixed_chunk=mixed,
-        points=tuple(sample.point(aim.slo, aim.good_share) for sample in curve.samples),
-        max_rate=curve.max_rate,
-        max_rate_is_bound=curve.is_bound,
-        is_screened=curve.is_screened,
+        points=tuple(sample.point(aim.slo, aim.good_share) for sample in one.samples),
+        max_rate=one.max_rate,
+        max_rate_is_bound=one.is_bound,
     )
 
 
@@ -224,7 +225,7 @@ async def _verdict(trials: Trials, curves: Sequence[Curve]) -> tuple[Curve, Verd
 
 
 async def _best_of(trials: Trials, curves: Sequence[Curve]) -> BestOf:
-    named, *others = await tied_with_best(trials, [one for one in curves if not one.is_screened] or curves)
+    named, *others = await tied_with_best(trials, curves)
     return BestOf(
         num_nodes=named.candidate.num_nodes,
         name=named.candidate.name,

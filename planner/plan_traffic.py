@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -18,9 +18,6 @@ from shared.errors import ConfigError
 
 NUM_WINDOWS = 6
 """Of a trace that is longer than what is simulated."""
-SCREEN_SHARE = 4
-"""One in so many of the requests is in the screen, if that leaves MIN_SCREEN."""
-MIN_SCREEN = 100
 
 
 @dataclass(frozen=True)
@@ -30,19 +27,6 @@ class Traffic:
     windows: tuple[Window, ...]
     source: str
     remarks: tuple[str, ...] = ()
-
-    @cached_property
-    def screen(self) -> Window:
-        """A window of the stratum that stands for most requests; of a single window, its first part."""
-        if len(self.windows) > 1:
-            return max(self.windows, key=lambda window: window.num_reqs)
-        (window,) = self.windows
-        counted = max(MIN_SCREEN, len(window.requests) // SCREEN_SHARE)
-        warmup = counted // 2
-        if len(window.requests) < counted + warmup:
-            return window
-        part = window.requests[: counted + warmup]
-        return replace(window, requests=part, counted_from_s=part[warmup].at_s)
 
     @property
     def requests(self) -> list[SimRequest]:

@@ -32,8 +32,6 @@ from planner.traffic.windows import Window
 
 NUM_PARTS = 8
 """Into which the requests of a sample are cut for its intervals, at least."""
-SCREEN = -1
-"""The number of `Setting.screen`."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -66,7 +64,7 @@ class Trial:
 
     candidate: Candidate
     window: int
-    """Its number, or SCREEN."""
+    """Its number."""
     variation: Variation
 
 
@@ -74,8 +72,6 @@ class Trial:
 class Setting:
     """What all trials of a plan share. A process that simulates gets it once."""
 
-    screen: Window
-    """A part of the traffic in which every candidate is tried first."""
     windows: tuple[Window, ...]
     """That stand for all of the traffic."""
     prefill: Profile
@@ -87,15 +83,6 @@ class Setting:
         """Requests a second of the traffic."""
         return self.windows[0].trace_rate
 
-    def window(self, number: int) -> Window:
-        """Of a trial."""
-        return self.screen if number == SCREEN else self.windows[number]
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The numbers of all windows but the screen."""
-        return tuple(range(len(self.windows)))
-
     def prompt_factor(self, factor: float) -> float:
         """The nearest one by which prompts can be multiplied: a block has a whole number of tokens."""
         block_tokens = self.windows[0].requests[0].block_tokens
@@ -103,7 +90,7 @@ class Setting:
 
     def run(self, trial: Trial) -> Run:
         """Simulate it, and keep of what was served that of the requests that count. Deterministic, but for cpu_s."""
-        window = self.window(trial.window)
+        window = self.windows[trial.window]
         run = simulate(
             trial.candidate,
             [trial.variation.of(request) for request in window.requests],
@@ -125,20 +112,16 @@ class Trials:
         self._run = run
         self._runs: dict[Trial, asyncio.Future[Run]] = {}
 
-    async def sample(
-        self, candidate: Candidate, numbers: Sequence[int], varied: Variation = AS_ASKED
-    ) -> Sample:
-        """The candidate in the windows of these numbers."""
+    async def sample(self, candidate: Candidate, varied: Variation = AS_ASKED) -> Sample:
+        """The candidate in all windows."""
         setting = self.setting
-        if SCREEN in numbers and setting.screen in setting.windows:
-            numbers = [setting.windows.index(setting.screen)]
+        numbers = range(len(setting.windows))
         trials = [Trial(candidate=candidate, window=number, variation=varied) for number in numbers]
         for trial in trials:
             if trial not in self._runs:
                 self._runs[trial] = asyncio.ensure_future(self._run(trial))
         runs = await asyncio.gather(*(self._runs[trial] for trial in trials))
-        windows = tuple(setting.window(number) for number in numbers)
-        return Sample(candidate, setting.rate * varied.load, varied.load, windows, tuple(runs))
+        return Sample(candidate, setting.rate * varied.load, varied.load, setting.windows, tuple(runs))
 
     @property
     def made(self) -> list[Run]:

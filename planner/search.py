@@ -1,12 +1,6 @@
-"""The search: every candidate over rates, first in a part of the traffic, then in all of it if it may be the best.
-
-    every candidate ──screen──▶ Curve ──cannot be the best──▶ its figures stay those of the screen
-                                  └──may be the best──all windows──▶ Curve ──choose──▶ the best
+"""The search: every candidate over rates, and which of them is the best.
 
 All candidates see the same requests, at rates of one common grid, so what they differ in is not the luck of the draw.
-In all windows are simulated: the candidates that may be the smallest to meet the SLOs; and of the fleets with as many
-nodes as the best one, one fewer or one more, those that may serve the highest rate. If that shows another number of
-nodes to be the best, it goes on around that one, so that an easy or a hard screen does no harm.
 """
 
 from __future__ import annotations
@@ -14,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from planner.answer import Estimate, Point
 from planner.candidate import Candidate
 from planner.figures import Slo
-from planner.sample import SCREEN, Sample, Trials, Variation, difference, estimate
+from planner.sample import Sample, Trials, Variation, difference, estimate
 
 STEPS = 8
 """Rates for each doubling. The highest rate is interpolated between two that are a step apart."""
@@ -52,17 +46,6 @@ class Curve:
     aim: Aim
     samples: tuple[Sample, ...]
     """Ascending loads, one of them 1."""
-    is_screened: bool
-    """Whether it was tried in the screen alone."""
-
-    @property
-    def step(self) -> int:
-        """The highest step of the grid of rates that meets the aim, or the lowest that was tried if none does.
-
-        Step 0 is the rate of the traffic, and STEPS more are twice the rate.
-        """
-        met = [one for one in self.samples if self.aim.is_met_by(one)] or self.samples[:1]
-        return round(STEPS * math.log2(met[-1].load))
 
     @property
     def now(self) -> Sample:
@@ -126,91 +109,31 @@ def crossing(points: Sequence[tuple[float, float]], bound: float) -> float | Non
     return None
 
 
-async def curve(
-    trials: Trials, candidate: Candidate, aim: Aim, windows: Sequence[int], near: int | None = None
-) -> Curve:
+async def curve(trials: Trials, candidate: Candidate, aim: Aim) -> Curve:
     """The candidate at the rate of the traffic, and around the highest rate that it serves within the aim.
 
-    That rate is searched from the step `near` on, by steps that double; without one, by doubled rates.
+    That rate is searched by doubled or halved rates, and then by bisection to a step of the grid.
     """
     samples: dict[int, Sample] = {}
-    stride, end = STEPS if near is None else 1, STEPS * MAX_DOUBLINGS
+    end = STEPS * MAX_DOUBLINGS
 
     async def meets(step: int) -> bool:
-        samples[step] = await trials.sample(candidate, windows, Variation(load=STEP**step))
+        samples[step] = await trials.sample(candidate, Variation(load=STEP**step))
         return aim.is_met_by(samples[step])
 
-    low = high = near or 0
-    if near:
-        await meets(0)
-    sign = 1 if await meets(low) else -1
-    while low == high and sign * low < end:  # until one of the two meets the aim, and the other does not
-        ahead = max(-end, min(end, low + sign * stride))
-        is_met = await meets(ahead)
-        if is_met == (sign > 0):
-            low = high = ahead
-        else:
-            low, high = (low, ahead) if sign > 0 else (ahead, high)
-        stride = min(2 * stride, STEPS)
+    low = high = 0
+    if await meets(0):
+        while low == high and high < end:
+            high += STEPS
+            low = high if await meets(high) else low
+    else:
+        while low == high and low > -end:
+            low -= STEPS
+            high = low if not await meets(low) else high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if await meets(middle) else (low, middle)
-    return Curve(
-        candidate, aim, tuple(samples[step] for step in sorted(samples)), tuple(windows) == (SCREEN,)
-    )
-
-
-async def search(
-    trials: Trials,
-    candidates: Sequence[Candidate],
-    aim: Aim,
-    report: Callable[[Curve], None],
-) -> list[Curve]:
-    """A curve of every candidate, in their order: over all windows of those that may be the best."""
-
-    async def one(candidate: Candidate, windows: Sequence[int], near: int | None = None) -> Curve:
-        found = await curve(trials, candidate, aim, windows, near)
-        report(found)
-        return found
-
-    whole = trials.setting.whole
-    if trials.setting.windows == (trials.setting.screen,):
-        return list(await asyncio.gather(*(one(candidate, whole) for candidate in candidates)))
-    screened = await asyncio.gather(*(one(candidate, (SCREEN,)) for candidate in candidates))
-    known = list(screened)
-    while True:
-        num_nodes = (await choose(trials, known)).candidate.num_nodes
-        wanted = [
-            at
-            for at, seen in enumerate(known)
-            if seen.is_screened
-            and (
-                (abs(seen.candidate.num_nodes - num_nodes) <= 1 and _may_be_best(seen, screened))
-                or _may_be_smallest(seen, known)
-            )
-        ]
-        if not wanted:
-            return known
-        found = await asyncio.gather(*(one(known[at].candidate, whole, known[at].step) for at in wanted))
-        for at, seen in zip(wanted, found, strict=True):
-            known[at] = seen
-
-
-def _may_be_best(one: Curve, curves: Sequence[Curve]) -> bool:
-    """Of those with as many nodes. Its interval does not end a step of the grid below that of the best."""
-    rivals = [other for other in curves if other.candidate.num_nodes == one.candidate.num_nodes]
-    lows = [rival.max_rate.low for rival in rivals if rival.max_rate]
-    if not lows:
-        return one.slo_factor <= STEP * NEARLY * min(rival.slo_factor for rival in rivals)
-    return one.max_rate is not None and one.max_rate.high * STEP >= max(lows)
-
-
-def _may_be_smallest(one: Curve, curves: Sequence[Curve]) -> bool:
-    """Of those that meet the aim at the rate of the traffic."""
-    rate = one.now.rate
-    sure = [other for other in curves if other.max_rate and other.max_rate.low >= rate * STEP]
-    least = min((other.candidate.num_nodes for other in sure), default=one.candidate.num_nodes)
-    return one.max_rate is not None and one.max_rate.high * STEP >= rate and one.candidate.num_nodes <= least
+    return Curve(candidate, aim, tuple(samples[step] for step in sorted(samples)))
 
 
 # -------------------------------------------------------------------------------------------------- the best
@@ -226,13 +149,12 @@ async def tied_with_best(trials: Trials, curves: Sequence[Curve]) -> list[Curve]
         least = min(one.slo_factor for one in curves)
         near = [one for one in curves if one.slo_factor <= NEARLY * least]
         return sorted(near, key=lambda one: (*one.candidate.simplicity, one.slo_factor))
-    windows = (SCREEN,) if best.is_screened else trials.setting.whole
     too_much = next((s for s in best.samples if s.rate > best.most), best.samples[-1])
 
     async def ties(one: Curve) -> bool:
         if one is best or one.most * NEARLY >= best.most:
             return True
-        ours = await trials.sample(one.candidate, windows, Variation(load=too_much.load))
+        ours = await trials.sample(one.candidate, Variation(load=too_much.load))
         return not difference(too_much.good_parts(slo), ours.good_parts(slo)).is_more_than_noise
 
     able = [one for one in curves if one.max_rate]
@@ -246,14 +168,13 @@ async def choose(trials: Trials, curves: Sequence[Curve]) -> Curve:
     If those that have most cannot be told apart, for example where no request meets the SLOs, it is the one that
     comes nearest to them.
     """
-    full = [one for one in curves if not one.is_screened] or list(curves)
-    meeting = [one for one in full if one.meets]
+    meeting = [one for one in curves if one.meets]
     if meeting:
         least = min(one.candidate.num_nodes for one in meeting)
         return (await tied_with_best(trials, [one for one in meeting if one.candidate.num_nodes == least]))[0]
-    slo = full[0].aim.slo
-    most_good = max(full, key=lambda one: one.now.good_share(slo)).now.good_parts(slo)
-    tied = [one for one in full if not difference(most_good, one.now.good_parts(slo)).is_more_than_noise]
+    slo = curves[0].aim.slo
+    most_good = max(curves, key=lambda one: one.now.good_share(slo)).now.good_parts(slo)
+    tied = [one for one in curves if not difference(most_good, one.now.good_parts(slo)).is_more_than_noise]
     nearest = min(one.slo_factor for one in tied)
     near = [one for one in tied if one.slo_factor <= NEARLY * nearest]
     return min(near, key=lambda one: (one.candidate.num_nodes, *one.candidate.simplicity, one.slo_factor))

@@ -60,11 +60,7 @@ def _candidates(answer: Answer) -> Table:
         table.add_column(title, justify="left" if is_words else "right", no_wrap=True)
     for one in sorted(answer.candidates, key=lambda one: one.num_nodes):
         style = "bold" if one.name == answer.verdict.best else None
-        table.add_row(one.name + (" *" if one.is_screened else ""), _most(one), *_now(one), style=style)
-    if any(one.is_screened for one in answer.candidates):
-        table.caption = (
-            "* from the screen, a part of the traffic: not to be compared with lines without a star"
-        )
+        table.add_row(one.name, _most(one), *_now(one), style=style)
     return table
 
 

@@ -76,8 +76,7 @@ class _AxisSearch:
     async def duel(self, factor: float) -> _Duel:
         """At one point."""
         slo, varied = self._at(factor)
-        whole = self._trials.setting.whole
-        samples = await asyncio.gather(*(self._trials.sample(one, whole, varied) for one in self._rivals))
+        samples = await asyncio.gather(*(self._trials.sample(one, varied) for one in self._rivals))
         ordered = sorted(samples, key=lambda one: one.good_share(slo), reverse=True)
         split = next(one for one in ordered if one.candidate.splits)
         together = next(one for one in ordered if not one.candidate.splits)

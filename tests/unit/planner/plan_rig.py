@@ -17,7 +17,7 @@ from planner.figures import Served, Slo, figures_of
 from planner.plan_answer import Asked, answer_by
 from planner.plan_traffic import Traffic
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
-from planner.sample import SCREEN, Setting, Trial, Variation
+from planner.sample import Setting, Trial, Variation
 from planner.search import Aim
 from planner.simulate import Bottleneck, Run
 from planner.traffic.trace import SimRequest
@@ -101,10 +101,8 @@ def planned(question: Asked) -> Answer:
     return asyncio.run(answer_by(question, run, lambda line: None))
 
 
-def planted(
-    question: Asked, capacity: Capacity, *, in_screen: float = 1.0, made: list[Trial] | None = None
-) -> Answer:
-    """The answer where a fleet serves what `capacity` says, `in_screen` times as much in the screen, and no more.
+def planted(question: Asked, capacity: Capacity, *, made: list[Trial] | None = None) -> Answer:
+    """The answer where a fleet serves what `capacity` says, and no more.
 
     The trials are appended to `made`.
     """
@@ -113,13 +111,13 @@ def planted(
         if made is not None:
             made.append(trial)
         served = capacity(trial.candidate, trial.variation)
-        return _planted_run(question.setting, trial, served * (in_screen if trial.window == SCREEN else 1.0))
+        return _planted_run(question.setting, trial, served)
 
     return asyncio.run(answer_by(question, run, lambda line: None))
 
 
 def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
-    num = len(setting.window(trial.window).requests)
+    num = len(setting.windows[trial.window].requests)
     share = min(1.0, capacity / (setting.rate * trial.variation.load))
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
     return Run(

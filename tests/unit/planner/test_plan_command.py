@@ -267,8 +267,6 @@ def test_a_table_shows_what_is_true_of_the_answer() -> None:
     text = console.export_text()
     for words in (
         "3 together",
-        "1 together *",
-        "from the screen",
         answer.verdict.headline,
         "TTFT p50 p99, ms",
     ):

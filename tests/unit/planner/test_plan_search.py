@@ -8,11 +8,9 @@ import pytest
 from planner.answer import Answer, Threshold
 from planner.candidate import Candidate
 from planner.figures import Distribution, distribution
-from planner.plan_traffic import Traffic
 from planner.sample import Parts, Trial, Variation, difference, estimate
 from planner.search import crossing
 from planner.traffic.trace import SimRequest
-from planner.traffic.windows import whole_window
 from tests.unit.planner.plan_rig import asked, planned, planted, traffic
 
 
@@ -60,16 +58,6 @@ def test_the_fewest_nodes_that_meet_the_slos(rate: float, best: str, splits: boo
     assert answer.verdict.headline.startswith("Split: " if splits else "Do not split: ")
 
 
-def test_screening_never_loses_the_best_and_says_what_was_screened() -> None:
-    """The first window of the traffic is served as the others are, so a full search finds the same."""
-    question = asked(of=traffic(100, rate=9.0, windows=3), nodes=range(1, 7))
-    answer = planted(question, pipeline)
-    assert (answer.verdict.best, answer.verdict.meets) == ("6 together", False), "6.6 of 9 requests/s"
-    assert not answer.candidate("6 together").is_screened
-    assert answer.candidate("1 together").is_screened
-    assert {one.now.num_reqs for one in answer.candidates} == {100, 300}
-
-
 @pytest.mark.parametrize(("num_short", "bottleneck"), [(1, "none"), (2, "prefill")])
 def test_a_bottleneck_is_that_of_most_windows(num_short: int, bottleneck: str) -> None:
     """Of three windows so many have it."""
@@ -77,42 +65,17 @@ def test_a_bottleneck_is_that_of_most_windows(num_short: int, bottleneck: str) -
     question = asked(of=traffic(100, rate=1.0, windows=3), nodes=range(1, 2))
     answer = planted(question, lambda *_: 0.5 if made[-1].window < num_short else 1.5, made=made)
     best = answer.candidate(answer.verdict.best)
-    assert (best.is_screened, best.now.bottleneck) == (False, bottleneck)
+    assert best.now.bottleneck == bottleneck
 
 
-@pytest.mark.parametrize("in_screen", [0.4, 1.0, 2.5])
 @pytest.mark.parametrize(
     ("rate", "best"), [(1.0, "1 together"), (4.2, "4 together"), (6.4, "3P2D"), (20.0, "6 together")]
 )
-def test_an_easy_or_hard_screen_does_no_harm(rate: float, best: str, in_screen: float) -> None:
-    question = asked(of=traffic(400, rate=rate), nodes=range(1, 7))
-    answer = planted(question, pipeline, in_screen=in_screen)
-    assert answer.verdict.best == best
-    assert not answer.candidate(best).is_screened
-
-
-def test_the_screen_is_simulated_once_and_tells_where_to_go_on() -> None:
-    """It is one of the three windows, and all of them are served alike."""
+def test_every_trial_is_made_once(rate: float, best: str) -> None:
     made: list[Trial] = []
-    question = asked(of=traffic(100, rate=1.0, windows=3), nodes=range(2, 4))
-    answer = planted(question, pipeline, made=made)
-    best = answer.candidate("2 together")
-    assert not best.is_screened and best.max_rate is not None
-    assert best.max_rate.value == pytest.approx(2.2 / 0.9, rel=0.03)
-    assert len(set(made)) == len(made) and {one.window for one in made} == {0, 1, 2}
-    loads = {one.variation.load for one in made if one.candidate.name == "2 together" and one.window == 1}
-    assert max(loads) < 3, "the search does not begin again with doubled rates"
-
-
-def test_the_screen_is_the_first_part_of_short_traffic_or_the_most_common_window() -> None:
-    requests = traffic(800).windows[0].requests
-    screen = Traffic((whole_window(requests),), "made up").screen
-    assert [one.blocks for one in screen.requests] == [one.blocks for one in requests[:300]]
-    assert sum(map(screen.counts, screen.requests)) == 200, "a quarter behind a warm-up"
-    short = whole_window(requests[:120])
-    assert Traffic((short,), "made up").screen == short
-    few, many = traffic(20).windows[0], traffic(40).windows[0]
-    assert Traffic((few, many), "made up").screen is many
+    answer = planted(asked(of=traffic(400, rate=rate), nodes=range(1, 7)), pipeline, made=made)
+    assert answer.verdict.best == best
+    assert len(set(made)) == len(made)
 
 
 @pytest.mark.parametrize(
