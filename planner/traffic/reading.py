@@ -196,14 +196,21 @@ def _format_of(line: bytes) -> TraceFormat:
             return trace_format
     if not is_json:
         return TraceFormat.ROUTER  # a log may begin with any line, such as a progress bar
-    known = "; ".join(f"{one}: {', '.join(sorted(fields))}" for one, fields in _FIELDS.items())
-    raise _BadLine(f"its fields are of no known trace. They are {known}; or it is a log of --log-requests")
+    raise _BadLine("its fields are of no known trace; docs/planning.md lists them")
 
 
 def _parser_of(trace_format: TraceFormat, first: bytes) -> _Parse:
     """What parses the lines of a trace that begins with `first`."""
     if trace_format is TraceFormat.AZURE:
-        return _azure_json if first.startswith(b"{") else _AzureCsv(first)
+        names = None if first.startswith(b"{") else _cells(first)
+
+        def azure(line: bytes) -> Iterator[_Arrival]:
+            if line != first or names is None:
+                cells = json.loads(line) if names is None else dict(zip(names, _cells(line), strict=False))
+                row = msgspec.convert(cells, _AzureLine, strict=False)
+                yield _Arrival(_date(row.at), row.prompt, row.answer)
+
+        return azure
     units_a_second = 1.0 if trace_format is TraceFormat.VLLM else 1e3
     decode = msgspec.json.Decoder(_TimedLine).decode
 
@@ -212,23 +219,6 @@ def _parser_of(trace_format: TraceFormat, first: bytes) -> _Parse:
         yield _Arrival(row.timestamp / units_a_second, row.input_length, row.output_length, row.hash_ids)
 
     return timed
-
-
-def _azure_json(line: bytes) -> Iterator[_Arrival]:
-    row = msgspec.json.decode(line, type=_AzureLine)
-    yield _Arrival(_date(row.at), row.prompt, row.answer)
-
-
-class _AzureCsv:
-    def __init__(self, header: bytes) -> None:
-        self._header = header
-        self._names = _cells(header)
-
-    def __call__(self, line: bytes) -> Iterator[_Arrival]:
-        if line != self._header:
-            cells = dict(zip(self._names, _cells(line), strict=False))
-            row = msgspec.convert(cells, _AzureLine, strict=False)
-            yield _Arrival(_date(row.at), row.prompt, row.answer)
 
 
 def _cells(line: bytes) -> list[str]:
@@ -280,7 +270,7 @@ class _RouterLog:
         if request.prefixes is not None:
             if self.block_tokens not in (None, request.prefix_tokens):
                 raise _BadLine(
-                    f"prefix_tokens is {request.prefix_tokens}, and {self.block_tokens} in the lines before"
+                    f"prefix_tokens is {request.prefix_tokens}, after {self.block_tokens} in lines before"
                 )
             self.block_tokens = request.prefix_tokens
             self._keys.add(request.prefix_key)

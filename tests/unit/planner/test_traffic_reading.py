@@ -160,7 +160,7 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1
         (LOG.replace("arrived_ms=1763935383020", "arrived_ms=x"), "line 7: Expected `float`, got `str` - at `$.arr"),
         (LOG.replace("prompt_lens=63", "prompt_lens=63;9"), "line 7: prompt_lens, output_lens and prefixes must"),
         (LOG.replace("AAAAAAAAAAE=", "AAAA"), "line 3: prefixes has 'AAAA', and must be base64 of 8 bytes for"),
-        (LOG.replace("tokens=64 prefix_key=2e", "tokens=32 prefix_key=2e"), "line 7: prefix_tokens is 32, and 64"),
+        (LOG.replace("tokens=64 prefix_key=2e", "tokens=32 prefix_key=2e"), "line 7: prefix_tokens is 32, after 64"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(tmp_path: Path, text: str, words: str) -> None:
