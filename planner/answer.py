@@ -97,18 +97,6 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.points, key=lambda point: abs(point.load - 1))
 
 
-class BestOf(msgspec.Struct, frozen=True, kw_only=True):
-    """The best of all candidates with so many nodes, by the highest rate within the SLOs."""
-
-    num_nodes: int
-    name: str
-    splits: bool
-    tied_with: tuple[str, ...]
-    """No worse than within the uncertainty. Of these, the simplest is named."""
-    meets: bool
-    """At the rate of the traffic."""
-
-
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What to run."""
 
@@ -118,12 +106,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     splits: bool
     meets: bool
     """Whether `Question.good_share` of the requests meet both SLOs."""
+    tied_with: tuple[str, ...]
+    """Of as many nodes, those that are no worse than within the uncertainty. The simplest of all is the best."""
     headline: str
     """One sentence."""
     reasons: tuple[str, ...]
     """Sentences."""
-    best_of: tuple[BestOf, ...]
-    """For each number of nodes."""
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):

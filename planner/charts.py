@@ -77,10 +77,9 @@ def draw(answer: Answer) -> str:
 
 def _shown(answer: Answer) -> list[CandidateAnswer]:
     """Of each number of nodes the best split and the best fleet together."""
-    named = {one.name for one in answer.verdict.best_of} | {answer.verdict.best}
     kinds: dict[tuple[int, bool], CandidateAnswer] = {}
     ascending = sorted(answer.candidates, key=lambda one: one.max_rate.value if one.max_rate else 0.0)
-    for one in sorted(ascending, key=lambda one: one.name in named):
+    for one in sorted(ascending, key=lambda one: one.name == answer.verdict.best):
         kinds[one.num_nodes, one.num_prefill > 0] = one
     return [one for _, one in sorted(kinds.items())]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from planner.answer import Answer, BestOf, CandidateAnswer, Effort, Machine, Question, Verdict
+from planner.answer import Answer, CandidateAnswer, Effort, Machine, Question, Verdict
 from planner.candidate import Candidate, candidates
 from planner.figures import Slo, quantile
 from planner.plan_traffic import Traffic, traffic_of
@@ -210,28 +210,16 @@ def _remarks(asked: Asked, best: Curve) -> Iterator[str]:
 async def _verdict(trials: Trials, curves: Sequence[Curve]) -> tuple[Curve, Verdict]:
     """The best of the curves, and the words for it."""
     best = await choose(trials, curves)
-    counts = sorted({one.candidate.num_nodes for one in curves})
-    best_of = [
-        await _best_of(trials, [one for one in curves if one.candidate.num_nodes == num]) for num in counts
-    ]
+    as_large = [one for one in curves if one.candidate.num_nodes == best.candidate.num_nodes]
+    ties = await tied_with_best(trials, as_large)
+    tied_with = [one.candidate.name for one in ties if one is not best] if best in ties else []
     return best, Verdict(
         best=best.candidate.name,
         splits=best.candidate.splits,
         meets=best.meets,
+        tied_with=tuple(tied_with),
         headline=_headline(best),
-        reasons=tuple(_reasons(best, curves, best_of)),
-        best_of=tuple(best_of),
-    )
-
-
-async def _best_of(trials: Trials, curves: Sequence[Curve]) -> BestOf:
-    named, *others = await tied_with_best(trials, curves)
-    return BestOf(
-        num_nodes=named.candidate.num_nodes,
-        name=named.candidate.name,
-        splits=named.candidate.splits,
-        tied_with=tuple(one.candidate.name for one in others),
-        meets=named.meets,
+        reasons=tuple(_reasons(best, curves, tied_with)),
     )
 
 
@@ -262,13 +250,11 @@ def _how_far(best: Curve) -> str:
     return f"{both}: {', and '.join(missed)}." if missed else f"{both}, since no request may miss either."
 
 
-def _reasons(best: Curve, curves: Sequence[Curve], best_of: Sequence[BestOf]) -> Iterator[str]:
-    name, num_nodes, splits = best.candidate.name, best.candidate.num_nodes, best.candidate.splits
+def _reasons(best: Curve, curves: Sequence[Curve], tied_with: Sequence[str]) -> Iterator[str]:
+    num_nodes, splits = best.candidate.num_nodes, best.candidate.splits
     yield _reach(best)
-    same = next(one for one in best_of if one.num_nodes == num_nodes)
-    names = (same.name, *same.tied_with)
-    if name in names and same.tied_with:
-        ties = ", ".join(one for one in names if one != name)
+    if tied_with:
+        ties = ", ".join(tied_with)
         yield f"With as many nodes, {ties} cannot be told from it; the simplest of them is named."
     others = [one for one in curves if one.candidate.splits is not splits]
     kind = "fleet of the same machines together" if splits else "split"

@@ -62,7 +62,7 @@ def test_long_prompts_beside_short_streams_pay(stalled: Answer) -> None:
     together = stalled.candidate("2 together")
     assert together.now.good_share.value < 0.9
     assert together.now.bottleneck == "decode compute"
-    assert stalled.verdict.best_of[0].splits and not stalled.verdict.best_of[0].tied_with
+    assert stalled.verdict.splits and not stalled.verdict.tied_with
     assert "decode steps that take too long" in " ".join(stalled.verdict.reasons)
 
 
