@@ -56,7 +56,7 @@ class Traffic:
 def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
     """The traffic that the flags name, for fleets whose KV pools hold `cache_tokens`. Raises ConfigError."""
     trace, source = _trace(args)
-    requests = list(trace.requests())
+    requests = trace.requests
     if not arrival_seconds([request.at_s for request in requests]):
         raise ConfigError(f"{source} has one request, and a plan needs a rate, which takes two at least")
     windows = [whole_window(requests)]

@@ -14,7 +14,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from planner.figures import arrival_seconds
-from planner.traffic.trace import MAX_TOKENS, Trace, TraceRow
+from planner.traffic.trace import BLOCK_TOKENS, MAX_TOKENS, SimRequest, Trace
 from shared.errors import ConfigError
 
 _Z99 = NormalDist().inv_cdf(0.99)
@@ -60,6 +60,11 @@ def drawn_trace(*, rate: float, prompt: Lengths, output: Lengths, num_requests: 
     times = list(accumulate((gaps.expovariate(1.0) for _ in range(num_requests - 1)), initial=0.0))
     # A few hundred gaps are off by some percent together, and a plan is to be for the rate that was asked for.
     scale = num_requests / rate / arrival_seconds(times) if num_requests > 1 else 0.0
-    rows = [TraceRow(scale * at_s, prompt.draw(lengths), output.draw(lengths), ()) for at_s in times]
+    requests, num_blocks = [], 0
+    for at_s in times:
+        input_len = prompt.draw(lengths)
+        own = range(num_blocks, num_blocks + -(-input_len // BLOCK_TOKENS))
+        num_blocks = own.stop
+        requests.append(SimRequest(scale * at_s, input_len, output.draw(lengths), tuple(own), BLOCK_TOKENS))
     remark = "The requests are drawn and share no prefix, so no prompt finds any of its tokens in a cache."
-    return Trace(rows=rows, remarks=(remark,))
+    return Trace(requests=requests, remarks=(remark,))

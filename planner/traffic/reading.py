@@ -18,11 +18,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from planner.traffic.trace import BLOCK_TOKENS, MAX_TOKENS, Trace, TraceRow
+from planner.traffic.trace import BLOCK_TOKENS, MAX_TOKENS, SimRequest, Trace
 from router.api.prefix_hashes import HASH_NBYTES
 from shared.errors import ConfigError
 
@@ -58,7 +58,8 @@ class _Arrival(NamedTuple):
     at_s: float
     input_len: int
     output_len: int
-    blocks: Sequence[Hashable] = ()
+    blocks: Sequence[Any] = ()
+    """Hashable names; numbers once they are counted."""
 
 
 _Parse = Callable[[bytes], Iterable[_Arrival]]
@@ -112,7 +113,7 @@ class _Reader:
         self._num_left_out = 0
 
     def read(self, path: Path, trace_format: TraceFormat | None) -> Trace:
-        rows: list[TraceRow] = []
+        arrivals: list[_Arrival] = []
         log = _RouterLog()
         parse: _Parse | None = None
         for line in self._lines(path):
@@ -120,27 +121,41 @@ class _Reader:
                 trace_format = trace_format or _format_of(line)
                 parse = log if trace_format is TraceFormat.ROUTER else _parser_of(trace_format, line)
             for arrival in parse(line):
-                if arrival.input_len and arrival.output_len:
-                    rows.append(self._row(arrival, infers_size=parse is not log))
-                else:
+                if not arrival.input_len or not arrival.output_len:
                     self._num_left_out += 1
+                    continue
+                if parse is not log:
+                    self._infer_size(arrival)
+                blocks = [self._names.setdefault(block, len(self._names)) for block in arrival.blocks]
+                arrivals.append(arrival._replace(blocks=blocks))
         if trace_format is None:
             raise ConfigError("it is empty, and a plan needs at least one request")
-        if not rows:
+        if not arrivals:
             raise ConfigError(
                 f"it has no request with a prompt and an answer ({self._num_left_out} without). It was read as "
                 f"{trace_format}; --trace-format names another, and a router's log needs --log-requests"
             )
-        rows.sort(key=lambda row: row.at_s)
-        if len(rows) > 1 and rows[0].at_s == rows[-1].at_s:
+        arrivals.sort(key=lambda one: one.at_s)
+        seconds = arrivals[-1].at_s - arrivals[0].at_s
+        if len(arrivals) > 1 and not seconds:
             raise ConfigError(
-                f"all {len(rows)} requests arrive at the same time, and a plan needs the time of each"
+                f"all {len(arrivals)} requests arrive at the same time, and a plan needs the time of each"
             )
         return Trace(
-            rows=[row.after(rows[0].at_s) for row in rows],
-            block_tokens=log.block_tokens or self._sizes[0],
-            remarks=(*log.remarks(), *self._remarks(rows)),
+            requests=self._requests(arrivals, log.block_tokens or self._sizes[0]),
+            remarks=(*log.remarks(), *self._remarks(len(arrivals), seconds)),
         )
+
+    def _requests(self, arrivals: Sequence[_Arrival], block_tokens: int) -> list[SimRequest]:
+        """Blocks that the trace does not name are shared with no request."""
+        num_blocks = len(self._names)
+        requests = []
+        for at_s, input_len, output_len, named in arrivals:
+            num_own = max(0, -(-input_len // block_tokens) - len(named))
+            blocks = (*named, *range(num_blocks, num_blocks + num_own))
+            num_blocks += num_own
+            requests.append(SimRequest(at_s - arrivals[0].at_s, input_len, output_len, blocks, block_tokens))
+        return requests
 
     def _lines(self, path: Path) -> Iterator[bytes]:
         with path.open("rb") as raw:
@@ -151,29 +166,25 @@ class _Reader:
                 if stripped:
                     yield stripped
 
-    def _row(self, arrival: _Arrival, *, infers_size: bool) -> TraceRow:
-        at_s, input_len, output_len, blocks = arrival
-        if blocks and infers_size:
-            possible = [size for size in self._sizes if -(-input_len // size) == len(blocks)]
-            if not possible:
-                sizes = " or ".join(map(str, sorted(self._sizes)))
-                raise _BadLine(
-                    f"hash_ids has {len(blocks)} ids for {input_len} prompt tokens, and there must be one for each "
-                    f"{sizes} tokens, as in the lines before"
-                )
-            self._sizes = possible
-        names = self._names
-        return TraceRow(
-            at_s, input_len, output_len, tuple(names.setdefault(block, len(names)) for block in blocks)
-        )
+    def _infer_size(self, arrival: _Arrival) -> None:
+        """Leave only the sizes of blocks that its number of blocks allows."""
+        if not arrival.blocks:
+            return
+        possible = [size for size in self._sizes if -(-arrival.input_len // size) == len(arrival.blocks)]
+        if not possible:
+            sizes = " or ".join(map(str, sorted(self._sizes)))
+            raise _BadLine(
+                f"hash_ids has {len(arrival.blocks)} ids for {arrival.input_len} prompt tokens, and there must be "
+                f"one for each {sizes} tokens, as in the lines before"
+            )
+        self._sizes = possible
 
-    def _remarks(self, rows: Sequence[TraceRow]) -> Iterator[str]:
+    def _remarks(self, num_reqs: int, seconds: float) -> Iterator[str]:
         if self._num_left_out:
             yield f"Requests without a prompt or an answer are left out: {self._num_left_out}."
-        seconds = rows[-1].at_s - rows[0].at_s
-        if len(rows) > MAX_PLAUSIBLE_RATE * seconds > 0:
+        if num_reqs > MAX_PLAUSIBLE_RATE * seconds > 0:
             yield (
-                f"The trace has {len(rows) / seconds:.0f} requests a second. If its timestamps are seconds and not "
+                f"The trace has {num_reqs / seconds:.0f} requests a second. If its timestamps are seconds and not "
                 f"milliseconds, --trace-format {TraceFormat.VLLM} reads them so."
             )
         if not self._names:

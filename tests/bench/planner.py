@@ -26,9 +26,9 @@ from planner.cost_model import CostModel
 from planner.figures import Figures, Slo, arrival_seconds, figures_of
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
 from planner.simulate import Run, simulate
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from tests.bench.real_fleet import BUILTIN, LLAMA, RealNodes, real_fleet
-from tests.bench.recorded import AZURE, MOONCAKE, load_trace
+from tests.bench.recorded import AZURE, MOONCAKE, load_trace, scaled
 from tests.bench.replay import Replayed, replay
 from tests.bench.stats import significant
 from tests.bench.table import Row

@@ -57,7 +57,7 @@ def read(tmp_path: Path, text: str, trace_format: TraceFormat | None = None) -> 
 
 
 def facts(trace: Trace) -> list[tuple[float, int, int]]:
-    return [(round(row.at_s, 6), row.input_len, row.output_len) for row in trace.rows]
+    return [(round(row.at_s, 6), row.input_len, row.output_len) for row in trace.requests]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_every_format(
     tmp_path: Path, text: str, trace_format: str, rows: list[tuple[float, int, int]], block_tokens: int
 ) -> None:
     trace = read(tmp_path, text)
-    assert (facts(trace), trace.block_tokens) == (rows, block_tokens)
+    assert (facts(trace), trace.requests[0].block_tokens) == (rows, block_tokens)
     assert read(tmp_path, text, TraceFormat(trace_format)) == trace
     packed = tmp_path / "trace.gz"
     packed.write_bytes(gzip.compress(text.encode()))
@@ -91,16 +91,15 @@ def test_a_log_may_begin_with_a_progress_bar(tmp_path: Path) -> None:
 
 
 def test_prefixes_are_those_of_the_ids(tmp_path: Path) -> None:
-    assert shared_tokens(read(tmp_path, MOONCAKE).requests()) == 12 * 512
-    assert shared_tokens(read(tmp_path, PAGES).requests()) == 2 * 16
-    assert shared_tokens(read(tmp_path, LOG).requests()) == 130 // 64 * 64 + 64, (
+    assert shared_tokens(read(tmp_path, MOONCAKE).requests) == 12 * 512
+    assert shared_tokens(read(tmp_path, PAGES).requests) == 2 * 16
+    assert shared_tokens(read(tmp_path, LOG).requests) == 130 // 64 * 64 + 64, (
         "one more choice, one more prompt"
     )
     lone = read(tmp_path, AZURE)
-    assert shared_tokens(lone.requests()) == 0
+    assert shared_tokens(lone.requests) == 0
     assert "share a prefix" in lone.remarks[0]
-    first, second = read(tmp_path, MOONCAKE).requests(rate=2.0)
-    assert second.at_s == pytest.approx(3.053 / 2)
+    first, second = read(tmp_path, MOONCAKE).requests
     assert first.input_ids()[: 12 * 512] == second.input_ids()[: 12 * 512]
     assert first.input_ids()[12 * 512] != second.input_ids()[12 * 512]
     assert len(second.input_ids()) == 6472
@@ -110,7 +109,7 @@ def test_blocks_that_no_id_names_are_shared_with_none(tmp_path: Path) -> None:
     rows = [{"timestamp": at, "input_length": 600, "output_length": 1, "hash_ids": [5, 6]} for at in (0, 7)]
     rows[1].pop("hash_ids")
     trace = read(tmp_path, "\n".join(map(json.dumps, rows)))
-    (named, own) = trace.requests()
+    (named, own) = trace.requests
     assert len(own.blocks) == len(named.blocks) == 2 and not set(own.blocks) & set(named.blocks)
 
 
@@ -118,9 +117,9 @@ def test_time_out_of_order_is_sorted_and_units_are_doubted(tmp_path: Path) -> No
     rows = [{"timestamp": at, "input_length": 5, "output_length": 1} for at in (3, 1, 2)]
     text = "\n".join(map(json.dumps, rows))
     trace = read(tmp_path, text)
-    assert [row.at_s for row in trace.rows] == [0, 0.001, 0.002]
+    assert [row.at_s for row in trace.requests] == [0, 0.001, 0.002]
     assert "--trace-format vllm" in trace.remarks[0] and "1500 requests a second" in trace.remarks[0]
-    assert [row.at_s for row in read(tmp_path, text, TraceFormat.VLLM).rows] == [0, 1, 2]
+    assert [row.at_s for row in read(tmp_path, text, TraceFormat.VLLM).requests] == [0, 1, 2]
 
 
 def test_what_a_log_cannot_tell_is_remarked(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from planner.figures import Served, Slo, quantile
 from planner.sample import Parts, estimate
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from planner.traffic.windows import Window, draw_windows, whole_window
-from tests.bench.recorded import load_trace
+from tests.bench.recorded import load_trace, scaled
 from tests.sim.workloads import unrelated
 
 SLO = Slo(ttft_s=1.0, itl_s=1.0)
