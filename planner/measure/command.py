@@ -23,7 +23,7 @@ def make_parser() -> FlagParser:
     """The flags of a node, since those decide what is measured, and --out."""
     parser = cli.make_parser(
         PROG,
-        "Measure on this machine, in about two minutes, what a node with these flags costs, and write the profile "
+        "Measure on this machine, in about a minute, what a node with these flags costs, and write the profile "
         "that router plan reads. Give the flags with which your nodes serve.",
     )
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)

@@ -31,7 +31,7 @@ MIN_PASSES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureLimits:
-    """How long to measure, and what. The defaults come to about two minutes with the built-in model."""
+    """How long to measure, and what. The defaults come to about a minute with the built-in model."""
 
     engine_s: float = 50.0
     """Passes over all forwards end then, once there are MIN_PASSES beside the first, which warms up."""

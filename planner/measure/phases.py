@@ -10,44 +10,25 @@ import contextlib
 import gc
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import torch
 
 from planner.measure.fitting import remarks_of
-from planner.measure.forwards import Forwards, MeasureLimits, OnProgress, measure_forwards, tasks_of
+from planner.measure.forwards import MeasureLimits, OnProgress, measure_forwards, tasks_of
 from planner.measure.machine import cpu_model, watched
 from planner.measure.node_loop import NodeLoop
 from planner.measure.transfer import MAX_NBYTES, Shape, measure_transfers
-from planner.profile import Measured, NodeKind, Profile
+from planner.profile import Measured, NodeKind, Profile, TransferCost
 from planner.simulator.runner import PAGE_COPY_S
 from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
 from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.kvtransfer.transports.choice import make_transports
-from shared.protocol.messages import KVLayout, NodeLimits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """What is known of a node once its engine is built."""
-
-    machine: str
-    limits: NodeLimits
-    layout: KVLayout
-    host_kv_tokens: int
-    chunk_tokens: int
-    device: str
-    kernels: str
-
-    @property
-    def token_nbytes(self) -> int:
-        """K and V of one token in all layers."""
-        layout = self.layout
-        width = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
-        return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * width
+from shared.protocol.messages import KVLayout
 
 
 def measure(
@@ -58,53 +39,26 @@ def measure(
 ) -> Profile:
     """The profile of a node with `config`. Raises ConfigError.
 
-    It takes about two minutes with the built-in model; a slow one takes longer, since every point has to be measured
+    It takes about a minute with the built-in model; a slow one takes longer, since every point has to be measured
     a few times.
     """
     effort = effort or MeasureLimits()
     make_transports(config.transfer, resolve_device(config.model.device))  # its options are checked first
-    node, forwards, remarks = measure_engine(config, effort, on_progress)
-    costs, residuals = forwards.fit()
-    remarks += remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
+    profile, layout, device = measure_engine(config, effort, on_progress)
     gc.collect()  # the engine's memory
-    page_nbytes = node.token_nbytes * node.layout.page_size
-    num_pages = min(node.limits.context_length // node.layout.page_size, MAX_NBYTES // page_nbytes)
+    page_nbytes = layout.nbytes_per_token * layout.page_size
+    num_pages = min(profile.node.context_length // layout.page_size, MAX_NBYTES // page_nbytes)
     shape = Shape(
-        config=config,
-        layout=node.layout,
-        page_nbytes=page_nbytes,
-        device=node.device,
-        num_pages=max(num_pages, 1),
+        config=config, layout=layout, page_nbytes=page_nbytes, device=device, num_pages=max(num_pages, 1)
     )
-    transfer, of_transfers, doubts = measure_transfers(shape, effort.transfer_s, on_progress)
-    remarks += [*doubts, *not_simulated(config, node.host_kv_tokens)]
-    return Profile(
-        measured=Measured(
-            at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            machine=node.machine,
-            model=config.model.model,
-            versions={
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "kernels": f"{node.kernels}, {node.layout.numerics}",
-            },
-            residuals=(*residuals, *of_transfers),
-            remarks=tuple(remarks),
-        ),
-        node=NodeKind(
-            pool_tokens=node.limits.max_total_num_tokens,
-            page_size=node.layout.page_size,
-            context_length=node.limits.context_length,
-            max_running_requests=node.limits.max_running_requests,
-            chunked_prefill_size=node.chunk_tokens,
-            kv_bytes_per_token=node.token_nbytes,
-            disable_radix_cache=config.cache.disable_radix_cache,
-            host_kv_tokens=node.host_kv_tokens,
-            schedule=changed_options(config.schedule),
-        ),
-        forward=costs,
-        transfer=transfer,
+    transfer, residuals, remarks = measure_transfers(shape, effort.transfer_s, on_progress)
+    remarks += not_simulated(config, profile.node.host_kv_tokens)
+    measured = msgspec.structs.replace(
+        profile.measured,
+        residuals=(*profile.measured.residuals, *residuals),
+        remarks=(*profile.measured.remarks, *remarks),
     )
+    return msgspec.structs.replace(profile, measured=measured, transfer=transfer)
 
 
 def changed_options(schedule: ScheduleOptions) -> dict[str, Any]:
@@ -130,29 +84,49 @@ def not_simulated(config: NodeConfig, host_kv_tokens: int) -> Iterator[str]:
 
 def measure_engine(
     config: NodeConfig, effort: MeasureLimits, on_progress: OnProgress = lambda what: None
-) -> tuple[Node, Forwards, list[str]]:
-    """What one process measures by itself: the node, its forwards, and remarks on the machine. Raises ConfigError."""
+) -> tuple[Profile, KVLayout, str]:
+    """What one process measures by itself: a profile in which transfers take no time; the layout, the device.
+
+    Raises ConfigError.
+    """
     on_progress("the model is loaded")
     engine = build_engine(config, lambda what, fraction: on_progress(what))
     config = replace(config, schedule=resolve_schedule(config.schedule, engine.pool.device))
-    node = Node(
-        machine=_machine(engine),
-        limits=engine.limits,
-        layout=engine.layout,
-        host_kv_tokens=engine.ledger.host.num_pages * engine.layout.page_size,
-        chunk_tokens=config.schedule.chunk_tokens,
-        device=str(engine.pool.device),
-        kernels=engine.attention_backend,
+    cache, chunk_tokens, layout = config.cache, config.schedule.chunk_tokens, engine.layout
+    node = NodeKind(
+        pool_tokens=engine.limits.max_total_num_tokens,
+        page_size=layout.page_size,
+        context_length=engine.limits.context_length,
+        max_running_requests=engine.limits.max_running_requests,
+        chunked_prefill_size=chunk_tokens,
+        kv_bytes_per_token=layout.nbytes_per_token,
+        disable_radix_cache=cache.disable_radix_cache,
+        host_kv_tokens=engine.ledger.host.num_pages * layout.page_size,
+        schedule=changed_options(config.schedule),
     )
-    has_cache = not config.cache.disable_radix_cache
-    tasks = tasks_of(
-        engine.limits, node.chunk_tokens, config.cache.page_size, has_cache=has_cache, effort=effort
-    )
+    has_cache = not cache.disable_radix_cache
+    tasks = tasks_of(engine.limits, chunk_tokens, layout.page_size, has_cache=has_cache, effort=effort)
     remarks: list[str] = []
     closing = contextlib.closing
     with closing(engine), closing(NodeLoop(config, engine)) as loop, watched("the engine", remarks):
+        machine, device = _machine(engine), str(engine.pool.device)
         forwards = measure_forwards(loop, tasks, effort, on_progress)
-    return node, forwards, remarks
+    costs, residuals = forwards.fit()
+    remarks += remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
+    measured = Measured(
+        at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine=machine,
+        model=config.model.model,
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "kernels": f"{engine.attention_backend}, {layout.numerics}",
+        },
+        residuals=residuals,
+        remarks=tuple(remarks),
+    )
+    no_time = TransferCost(latency_s=0.0, bytes_s=None)
+    return Profile(measured=measured, node=node, forward=costs, transfer=no_time), layout, device
 
 
 def _machine(engine: Engine) -> str:
