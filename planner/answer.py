@@ -1,14 +1,12 @@
 """The whole answer of `router plan`: what the table, the JSON file and the HTML file show, and nothing beside it.
 
-    Answer ─┬─ question       what was asked: traffic, SLOs, machines, prices
+    Answer ─┬─ question       what was asked: traffic, SLOs, machines
             ├─ candidates ─── points: one candidate at one rate, each from real schedulers under a virtual clock
             ├─ verdict        what to run, and why
             ├─ thresholds     from where on splitting pays
-            ├─ sensitivity    what another load or cost would change
             └─ remarks        what makes it doubtful
 
-Seconds, tokens, bytes. Prices are in the user's unit, for an hour. JSON has
-no infinities, so what may be infinite is None.
+Seconds, tokens, bytes. JSON has no infinities, so what may be infinite is None.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import msgspec
 from planner.figures import Distribution, Slo
 from planner.profile import Measured
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,28 +28,14 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
 
+    def times(self, factor: float) -> Estimate:
+        """So many times as much."""
+        return Estimate(value=factor * self.value, low=factor * self.low, high=factor * self.high)
 
-class FleetUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy the nodes of one role are while requests arrive; of a burst, until all have ended."""
-
-    role: Literal["prefill", "decode", "together"]
-    num_nodes: int
-    busy_share: float
-    """Of the time of all devices, that in which a forward ran. Decode steps follow each other while anything runs,
-    so a high share of a decode fleet alone is no bottleneck."""
-    pool_share: float
-    """The largest share of one node's KV pool that requests held."""
-    queued: float
-    """Requests that waited on these nodes, on average over time: for pages, or for a place in a forward."""
-
-
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """KV that moves between nodes."""
-
-    bytes_s: float
-    """Of all nodes together."""
-    link_busy_share: float
-    """Of the time of the busiest node's network card."""
+    @property
+    def is_more_than_noise(self) -> bool:
+        """0 is not within the interval."""
+        return self.low > 0 or self.high < 0
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +58,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Distribution | None
     itl_s: Distribution | None
     """None where no request was served."""
-    use: tuple[FleetUse, ...]
-    transfer: Transfer | None
-    """None where nothing moves, since nodes do both."""
-    router_busy_share: float
+    busy: dict[str, float]
+    """Shares of time of prefill and decode nodes, or of nodes together; of the link and the router: `Run.busy`."""
+    transfer_bytes_s: float
+    """Of KV between nodes, all of them together."""
     cached_share: float
     """Of prompt tokens, those found in a RadixCache."""
     stages_s: dict[str, float]
@@ -86,45 +70,21 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """planner.simulate.Bottleneck: what the requests that missed an SLO waited for longest."""
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate against the base candidate, on the same requests, at the rate of the traffic."""
-
-    base: str
-    goodput: Estimate
-    ttft_mean_s: Estimate
-    itl_mean_s: Estimate
-    is_more_than_noise: bool
-    """Of the goodput; where that does not differ, of TTFT or ITL."""
-
-
 class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One fleet, or in a comparison one way to schedule and route."""
+    """One fleet."""
 
     name: str
     num_prefill: int
     """0 where every node does both."""
     num_decode: int
     enable_mixed_chunk: bool
-    settings: dict[str, str]
-    """In a comparison, the flags that are compared, with their values, such as schedule-policy: lpm."""
-    price: float | None
-    """Of the whole fleet for an hour."""
     points: tuple[Point, ...]
     """Ascending rates. One has load 1."""
-    max_rate: Estimate | None = None
+    max_rate: Estimate | None
     """The highest rate at which `Question.good_share` of the requests meet both SLOs. None where not even the lowest
-    rate that was tried does that, and in a comparison."""
-    max_rate_is_bound: bool = False
+    rate that was tried does that."""
+    max_rate_is_bound: bool
     """It was still met at the highest rate that was tried, so `max_rate` is a lower bound."""
-    goodput_a_price: float | None = None
-    """Good requests for one unit of the price, at `max_rate`."""
-    is_screened: bool = False
-    """Its figures are from a part of the traffic alone, the screen, where it was far from the best."""
-    difference: Difference | None
-    """From the best candidate, or in a comparison from the base. None for that candidate itself."""
-    num_simulated_reqs: int
-    cpu_s: float
-    """What its simulations took."""
 
     @property
     def num_nodes(self) -> int:
@@ -137,40 +97,28 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.points, key=lambda point: abs(point.load - 1))
 
 
-class BestOf(msgspec.Struct, frozen=True, kw_only=True):
-    """The best of all candidates with so many nodes, by the highest rate within the SLOs."""
-
-    num_nodes: int
-    name: str
-    splits: bool
-    tied_with: tuple[str, ...]
-    """No worse than within the uncertainty. Of these, the simplest is named."""
-    meets: bool
-    """At the rate of the traffic."""
-
-
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What to run."""
 
     best: str
-    """The cheapest candidate that meets the SLOs at the rate of the traffic (without prices, that with the fewest
-    nodes), and of those the one with the highest rate; if none does, the one that comes nearest."""
+    """That with the fewest nodes of those that meet the SLOs at the rate of the traffic, and of those the one with
+    the highest rate; if none does, the one that comes nearest."""
     splits: bool
     meets: bool
     """Whether `Question.good_share` of the requests meet both SLOs."""
+    tied_with: tuple[str, ...]
+    """Of as many nodes, those that are no worse than within the uncertainty. The simplest of all is the best."""
     headline: str
     """One sentence."""
     reasons: tuple[str, ...]
     """Sentences."""
-    best_of: tuple[BestOf, ...]
-    """For each number of nodes."""
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
     """From where on splitting starts to pay, for as many nodes as the best candidate has (two at least)."""
 
     axis: Literal["prompt", "rate", "slo_ttft", "slo_itl"]
-    unit: Literal["tokens", "requests/s", "s"]
+    """Mean tokens of prompts, requests a second, seconds."""
     now: float
     """The mean prompt, the rate or the bound as it was asked for."""
     pays: Literal["everywhere", "nowhere", "between"]
@@ -188,30 +136,14 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence."""
 
 
-class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer for another load or other costs."""
-
-    what: Literal["load", "cost"]
-    factor: float
-    """Of the rate, or of the seconds of every forward and transfer."""
-    best: str
-    changes: bool
-    """`best` is another candidate than that of the verdict, by more than the uncertainty."""
-    goodput_of_best: float
-    goodput_of_verdict: float
-    """Requests a second, of the candidate that the verdict names."""
-    meets: bool
-    """Whether the candidate of the verdict still meets the SLOs."""
-
-
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What a fleet runs on."""
 
-    role: Literal["prefill", "decode", "both"]
+    role: str
+    """prefill, decode or both."""
     profile: str
     """The file."""
     measured: Measured
-    price: float | None
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +154,6 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     num_reqs: int
     """That were simulated for a candidate at one rate, at most."""
-    seconds: float
     prompt_tokens: Distribution
     output_tokens: Distribution
     reused_share: float
@@ -257,12 +188,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     question: Question
     candidates: tuple[CandidateAnswer, ...]
-    base: str | None = None
-    """In a comparison (--compare), the candidate that all others are compared with."""
     verdict: Verdict
-    thresholds: tuple[Threshold, ...] = ()
-    sensitivity: tuple[Sensitivity, ...] = ()
-    remarks: tuple[str, ...] = ()
+    thresholds: tuple[Threshold, ...]
+    remarks: tuple[str, ...]
     effort: Effort
 
     def candidate(self, name: str) -> CandidateAnswer:

@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
-from pathlib import Path
+from operator import attrgetter
 from typing import Any
 
 import matplotlib as mpl
@@ -17,9 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from planner.answer import Answer, CandidateAnswer, Estimate
+from planner.answer import Answer, CandidateAnswer
 from planner.table import print_answer
-from shared.errors import ConfigError
 
 WIDTH_IN, ROW_IN, PLOT_IN = 9.0, 0.24, 3.2
 STYLE: dict[Any, Any] = {
@@ -44,29 +43,22 @@ _PAGE = """<!doctype html>
 """What rich fills in has one pair of braces, the rest is filled in before."""
 
 
-def write_html(answer: Answer, path: Path) -> None:
-    """Write the page. Raises ConfigError if the file cannot be written."""
+def html_of(answer: Answer) -> bytes:
+    """The page."""
     console = Console(record=True, file=io.StringIO(), width=160, highlight=False)
     print_answer(answer, console)
     drawing = draw(answer).replace("{", "{{").replace("}", "}}")
     page = _PAGE.format(title=f"Plan: {escape(answer.verdict.best)}", drawing=drawing)
     text = console.export_html(code_format=page, inline_styles=True)
-    try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    return text.encode("utf-8", "backslashreplace")
 
 
 def draw(answer: Answer) -> str:
     """All charts below each other, as one SVG element."""
-    by_nodes = (
-        []
-        if answer.base is not None
-        else [list(of) for _, of in groupby(sorted(answer.candidates, key=_num_nodes), key=_num_nodes)]
-    )
+    num_nodes = attrgetter("num_nodes")
+    by_nodes = [list(of) for _, of in groupby(sorted(answer.candidates, key=num_nodes), key=num_nodes)]
     shown = _shown(answer)
-    rows_in = ROW_IN * len(shown) + 0.6
-    heights = [PLOT_IN] * len(by_nodes) + [rows_in] * (4 if answer.base is None else 7)
+    heights = [PLOT_IN] * len(by_nodes) + [ROW_IN * len(shown) + 0.6] * 4
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained")
         axes = iter(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
@@ -77,38 +69,19 @@ def draw(answer: Answer) -> str:
         _latencies(next(axes), "Time between tokens, s", shown, "itl_s", slo.itl_s)
         _stages(next(axes), shown)
         _busy(next(axes), shown)
-        for title, name in _DIFFERENCES.items() if answer.base is not None else ():
-            _differences(next(axes), title, name, shown)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
     return svg[svg.index("<svg") :]
 
 
-_DIFFERENCES = {
-    "Goodput from the base, requests/s": "goodput",
-    "Mean TTFT from the base, s": "ttft_mean_s",
-    "Mean ITL from the base, s": "itl_mean_s",
-}
-
-
-def _num_nodes(one: CandidateAnswer) -> int:
-    return one.num_nodes
-
-
 def _shown(answer: Answer) -> list[CandidateAnswer]:
-    """Of each number of nodes the best split and the best fleet together; in a comparison every setting."""
-    if answer.base is not None:
-        return list(answer.candidates)
-    named = {one.name for one in answer.verdict.best_of} | {answer.verdict.best}
-    kinds: dict[tuple[int, bool], list[CandidateAnswer]] = {}
-    for one in answer.candidates:
-        kinds.setdefault((one.num_nodes, one.num_prefill > 0), []).append(one)
-
-    def rank(one: CandidateAnswer) -> tuple[bool, bool, float]:
-        return one.name == answer.verdict.best, one.name in named, one.max_rate.value if one.max_rate else 0.0
-
-    return [max(kind, key=rank) for _, kind in sorted(kinds.items())]
+    """Of each number of nodes the best split and the best fleet together."""
+    kinds: dict[tuple[int, bool], CandidateAnswer] = {}
+    ascending = sorted(answer.candidates, key=lambda one: one.max_rate.value if one.max_rate else 0.0)
+    for one in sorted(ascending, key=lambda one: one.name == answer.verdict.best):
+        kinds[one.num_nodes, one.num_prefill > 0] = one
+    return [one for _, one in sorted(kinds.items())]
 
 
 def _goodput(axes: Axes, answer: Answer, candidates: Sequence[CandidateAnswer]) -> None:
@@ -118,7 +91,7 @@ def _goodput(axes: Axes, answer: Answer, candidates: Sequence[CandidateAnswer]) 
         axes.errorbar(
             rates,
             [goodput.value for goodput in goodputs],
-            yerr=_around(goodputs),
+            yerr=[[one.value - one.low for one in goodputs], [one.high - one.value for one in goodputs]],
             label=one.name,
             marker=".",
             capsize=2,
@@ -164,32 +137,13 @@ def _stages(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:
 def _busy(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:
     """Of the devices of each fleet, and of the busiest link."""
     for row, one in enumerate(shown):
-        shares: dict[str, float] = {use.role: use.busy_share for use in one.now.use}
-        if one.now.transfer is not None:
-            shares["link"] = one.now.transfer.link_busy_share
-        for at, (name, share) in enumerate(shares.items()):
-            axes.barh(row + 0.25 * (at - 1), share, height=0.22, color=_BUSY_COLORS[name])
+        for at, (name, color) in enumerate(_BUSY_COLORS.items()):
+            axes.barh(row + 0.2 * (at - 1.5), one.now.busy.get(name, 0.0), height=0.18, color=color)
     axes.set(title="Busy: prefill blue, decode orange, both roles green, link grey", xlim=(0, 1))
     _name_rows(axes, shown)
 
 
 _BUSY_COLORS = {"prefill": "C0", "decode": "C1", "together": "C2", "link": "grey"}
-
-
-def _differences(axes: Axes, title: str, field: str, shown: Sequence[CandidateAnswer]) -> None:
-    """Of a comparison: against the base, with intervals."""
-    for row, one in enumerate(shown):
-        if one.difference is not None:
-            found = getattr(one.difference, field)
-            axes.errorbar([found.value], [row], xerr=_around([found]), marker=".", capsize=2, color="C0")
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set(title=title)
-    _name_rows(axes, shown)
-
-
-def _around(of: Sequence[Estimate]) -> list[list[float]]:
-    """The intervals as matplotlib takes them: below the values, and above."""
-    return [[one.value - one.low for one in of], [one.high - one.value for one in of]]
 
 
 def _name_rows(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,23 +85,20 @@ def arrival_seconds(arrivals: Sequence[float]) -> float:
     return (arrivals[-1] - arrivals[0]) * (gaps + 1) / gaps if gaps else 0.0
 
 
-def distribution(values: Sequence[float]) -> Distribution:
-    """Of values of which each counts as much. Of no value everything is infinite."""
-    if not values:
+def distribution(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Distribution:
+    """Of values, each of which counts as much if there are no weights. Of no value everything is infinite."""
+    values = np.asarray(values, dtype=float)
+    if not values.size:
         return Distribution(mean=math.inf, p50=math.inf, p90=math.inf, p99=math.inf)
-    return weighted_distribution([(value, 1.0) for value in values])
+    each = np.ones(values.size) if weights is None else np.asarray(weights)
+    p50, p90, p99 = (quantile(values, each, share) for share in (0.5, 0.9, 0.99))
+    return Distribution(mean=float(np.average(values, weights=each)), p50=p50, p90=p90, p99=p99)
 
 
-def weighted_distribution(values: Sequence[tuple[float, float]]) -> Distribution:
-    """Of at least one (value, weight)."""
-    ordered = sorted(values)
-    total = sum(weight for _, weight in ordered)
-    p50, p90, p99 = (weighted_quantile(ordered, share) for share in (0.5, 0.9, 0.99))
-    mean = sum(value * weight for value, weight in ordered) / total
-    return Distribution(mean=mean, p50=p50, p90=p90, p99=p99)
-
-
-def weighted_quantile(ordered: Sequence[tuple[float, float]], share: float) -> float:
-    """Of ascending (value, weight): the smallest value that this share of the weights is not above."""
-    below = list(accumulate(weight for _, weight in ordered))
-    return ordered[min(bisect_left(below, share * below[-1] * (1 - 1e-12)), len(ordered) - 1)][0]
+def quantile(values: npt.ArrayLike, weights: npt.ArrayLike, share: float) -> float:
+    """The smallest of the values that this share of the weights is not above."""
+    values = np.asarray(values, dtype=float)
+    order = np.argsort(values, kind="stable")
+    below = np.cumsum(np.asarray(weights)[order])
+    at = int(np.searchsorted(below, share * below[-1] * (1 - 1e-12)))
+    return float(values[order[min(at, len(order) - 1)]])

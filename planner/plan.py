@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from planner.candidate import MAX_NODES
-from planner.traffic.formats import TraceFormat
+from planner.traffic.reading import TraceFormat
 from planner.words import HOW_TO_INSTALL
 from shared.cpu_cores import own_cores
 from shared.errors import ConfigError
@@ -25,7 +25,7 @@ TRACE_FORMATS = tuple(map(str, TraceFormat))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan, or compare."""
+    """Plan."""
     args = build_parser().parse_args(argv)
     try:
         _check(args)
@@ -51,15 +51,10 @@ def build_parser() -> FlagParser:
         allow_abbrev=False,
     )
     machines = parser.add_argument_group("machines")
-    price = fraction(1e-6, 1e9)
-    for role, words in (
-        ("", "every node"),
-        ("prefill-", "a prefill node, where they differ"),
-        ("decode-", "a decode node, where they differ"),
-    ):
-        machines.add_argument(f"--{role}profile", type=Path, metavar="FILE", help=f"of {words}")
-        machines.add_argument(f"--{role}price", type=price, metavar="PRICE",
-            help=f"for an hour of {words}; also gives goodput a unit of the price")  # fmt: skip
+    machines.add_argument("--profile", type=Path, metavar="FILE", help="of every node")
+    for role in ("prefill", "decode"):
+        words = f"of a {role} node, where they differ"
+        machines.add_argument(f"--{role}-profile", type=Path, metavar="FILE", help=words)
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--trace", type=Path, metavar="FILE", help="of recorded requests, or the router's own log"
@@ -91,14 +86,6 @@ def build_parser() -> FlagParser:
         help="of the requests that must meet both (default: 0.9)")  # fmt: skip
     aim.add_argument("--nodes", type=node_range, default=range(1, 5), metavar="1..8",
         help="how many nodes there may be (default: 1..4)")  # fmt: skip
-    policies = parser.add_argument_group("policies as experiments, in place of a plan")
-    policies.add_argument("--compare", nargs="+", metavar="FLAG=VALUE,VALUE",
-        help="of one fleet, every combination of values of schedule-policy, prefill-policy, decode-policy, "
-        "chunked-prefill-size, local-prefill-tokens and enable-mixed-chunk=off,on; the first values are the "
-        "base")  # fmt: skip
-    policies.add_argument("--fleet", metavar="2P3D", help="that is compared; 5 are five nodes that do both")
-    policies.add_argument("--seeds", type=whole(1, 100), default=3, metavar="N",
-        help="runs of each, which differ in what is drawn (default: 3)")  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", metavar="FILE", help="write the whole answer; - is stdout, in place of the table"
@@ -125,47 +112,27 @@ def node_range(text: str) -> range:
 
 def _check(args: Namespace) -> None:
     """What depends on several flags."""
-    for what in ("profile", "price"):
-        one, prefill, decode = (getattr(args, f"{role}{what}") for role in ("", "prefill_", "decode_"))
-        if one is not None and (prefill is not None or decode is not None):
-            raise ConfigError(
-                f"--{what} is that of every node; --prefill-{what} and --decode-{what} replace it"
-            )
-        if (prefill is None) is not (decode is None):
-            raise ConfigError(f"--prefill-{what} and --decode-{what} belong together")
-    if args.profile is not None and args.prefill_price is not None:
+    of_roles = [path for path in (args.prefill_profile, args.decode_profile) if path is not None]
+    if len(of_roles) == 1 or (args.profile is None) is not bool(of_roles):
         raise ConfigError(
-            "--prefill-price and --decode-price are of two kinds of nodes, which need --prefill-profile and "
-            "--decode-profile; --price is that of every node"
+            "it needs --profile, of every node, or --prefill-profile and --decode-profile; --measure makes one"
         )
-    if args.profile is None and args.prefill_profile is None:
-        raise ConfigError(
-            "it needs --profile, or --prefill-profile and --decode-profile; --measure makes one"
-        )
-    if (args.compare is None) is not (args.fleet is None):
-        raise ConfigError(
-            "--compare and --fleet belong together: --compare schedule-policy=fcfs,lpm --fleet 2P2D"
-        )
-    paths = [path for path in (args.html, None if args.json in (None, "-") else Path(args.json)) if path]
-    for path in paths:
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: its folder does not exist")
-        if path.is_dir():
-            raise ConfigError(f"{path}: it is a folder")
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise ConfigError(f"{path}: it may not be written")
-    if args.html is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"--html: matplotlib is missing: {HOW_TO_INSTALL}")
-    if len(set(map(Path.absolute, paths))) < len(paths):
+    if args.html is not None and str(args.html) == args.json:
         raise ConfigError(f"{args.html}: --json and --html need a file each")
+    for path in (args.html, None if args.json in (None, "-") else Path(args.json)):
+        if path is not None:
+            _write(path, b"", "ab")  # a plan takes minutes, after which it would be late to refuse
+    for name in ("scipy", *(["matplotlib"] if args.html is not None else [])):
+        if find_spec(name) is None:
+            raise ConfigError(f"{name} is missing: {HOW_TO_INSTALL}")
 
 
 def _plan(args: Namespace) -> int:
     from rich.console import Console
 
     from planner.plan_answer import question_of, solve
-    from planner.plan_workers import WorkerDied
     from planner.table import print_answer
+    from planner.workers import WorkerDied
 
     num_jobs = args.jobs or own_cores().num_threads
     try:
@@ -183,14 +150,15 @@ def _plan(args: Namespace) -> int:
         if args.json is not None:
             _write(Path(args.json), answer.to_json())
     if args.html is not None:
-        from planner.charts import write_html
+        from planner.charts import html_of
 
-        write_html(answer, args.html)
+        _write(args.html, html_of(answer))
     return 0
 
 
-def _write(path: Path, text: bytes) -> None:
+def _write(path: Path, text: bytes, mode: str = "wb") -> None:
     try:
-        path.write_bytes(text)
+        with path.open(mode) as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None

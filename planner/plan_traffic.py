@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from itertools import chain
 
 from planner import answer
 from planner.figures import arrival_seconds, distribution
 from planner.traffic.distribution import Lengths, drawn_trace
-from planner.traffic.formats import TraceFormat
-from planner.traffic.reading import read_trace
+from planner.traffic.reading import TraceFormat, read_trace
 from planner.traffic.trace import SimRequest, Trace, shared_tokens
 from planner.traffic.windows import Window, draw_windows, whole_window
 from shared.errors import ConfigError
 
 NUM_WINDOWS = 6
 """Of a trace that is longer than what is simulated."""
-SCREEN_SHARE = 4
-"""One in so many of the requests is in the screen, if that leaves MIN_SCREEN."""
-MIN_SCREEN = 100
 
 
 @dataclass(frozen=True)
@@ -31,14 +27,6 @@ class Traffic:
     windows: tuple[Window, ...]
     source: str
     remarks: tuple[str, ...] = ()
-
-    @cached_property
-    def screen(self) -> Window:
-        """The window that is most like the others; of a single window, a part of about the same load."""
-        if len(self.windows) == 1:
-            return _part_like_all(self.windows[0])
-        middle = sum(map(_density, self.windows)) / len(self.windows)
-        return min(self.windows, key=lambda window: abs(_density(window) - middle))
 
     @property
     def requests(self) -> list[SimRequest]:
@@ -54,7 +42,6 @@ class Traffic:
             source=self.source,
             rate=self.windows[0].trace_rate,
             num_reqs=len(requests),
-            seconds=sum(map(_seconds, self.windows)),
             prompt_tokens=distribution([request.input_len for request in requests]),
             output_tokens=distribution([request.output_len for request in requests]),
             reused_share=sum(shared_tokens(window.requests) for window in self.windows) / all_tokens,
@@ -69,7 +56,7 @@ class Traffic:
 def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
     """The traffic that the flags name, for fleets whose KV pools hold `cache_tokens`. Raises ConfigError."""
     trace, source = _trace(args)
-    requests = list(trace.requests())
+    requests = trace.requests
     if not arrival_seconds([request.at_s for request in requests]):
         raise ConfigError(f"{source} has one request, and a plan needs a rate, which takes two at least")
     windows = [whole_window(requests)]
@@ -92,11 +79,9 @@ def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
 def _trace(args: Namespace) -> tuple[Trace, str]:
     drawn = {name: getattr(args, name) for name in ("rate", "prompt", "output")}
     if args.trace is not None:
-        for name, value in drawn.items():
-            if value is not None:
-                raise ConfigError(f"--{name} is for traffic without a trace; with --trace it says nothing")
-        path: Path = args.trace
-        return read_trace(path, args.trace_format and TraceFormat(args.trace_format)), str(path)
+        if named := [f"--{name}" for name, value in drawn.items() if value is not None]:
+            raise ConfigError(f"{named[0]} is for traffic without a trace; with --trace it says nothing")
+        return read_trace(args.trace, args.trace_format and TraceFormat(args.trace_format)), str(args.trace)
     if missing := [f"--{name}" for name, value in drawn.items() if value is None]:
         raise ConfigError(
             f"it needs --trace, or --rate, --prompt and --output; missing: {', '.join(missing)}"
@@ -111,10 +96,10 @@ def _trace(args: Namespace) -> tuple[Trace, str]:
 def _remarks(windows: Sequence[Window], requests: Sequence[SimRequest]) -> list[str]:
     remarks = []
     if len(windows) > 1:
-        num_counted = sum(window.counts(one) for window in windows for one in window.requests)
+        counted = chain.from_iterable(filter(window.counts, window.requests) for window in windows)
         remarks.append(
-            f"Of the {len(requests)} requests, {num_counted} in {len(windows)} windows stand for all; the intervals "
-            "say how far that may mislead."
+            f"Of the {len(requests)} requests, {sum(1 for _ in counted)} in {len(windows)} windows stand for all; "
+            "the intervals say how far that may mislead."
         )
     if cold := sum(not window.is_warm for window in windows):
         remarks.append(
@@ -122,30 +107,3 @@ def _remarks(windows: Sequence[Window], requests: Sequence[SimRequest]) -> list[
             "planned than there is."
         )
     return remarks
-
-
-def _part_like_all(window: Window) -> Window:
-    """The part of a window whose load is nearest to that of all, behind a warm-up; or all, if it is short."""
-    requests = window.requests
-    length = max(MIN_SCREEN, len(requests) // SCREEN_SHARE)
-    warmup = length // 2
-    parts = []
-    for first in range(0, len(requests) - warmup - length + 1, max(1, length // 8)):
-        start_s = requests[first].at_s
-        part = tuple(
-            replace(one, at_s=one.at_s - start_s) for one in requests[first : first + warmup + length]
-        )
-        parts.append(replace(window, requests=part, counted_from_s=part[warmup].at_s))
-    aim = _density(window)
-    return min(parts, key=lambda part: abs(_density(part) - aim), default=window)
-
-
-def _density(window: Window) -> float:
-    """Tokens a second of the requests that count."""
-    counted = [one for one in window.requests if window.counts(one)]
-    return sum(one.input_len + one.output_len for one in counted) / max(1e-9, _seconds(window))
-
-
-def _seconds(window: Window) -> float:
-    """In which the requests that count arrive."""
-    return min(window.counted_until_s, window.requests[-1].at_s) - window.counted_from_s

@@ -1,6 +1,6 @@
 """One candidate under one workload: a simulated fleet, run to the end, and what its clients and its nodes saw.
 
-candidate, profiles ──▶ FleetShape ──▶ SimFleet.run ──▶ Run(figures of the clients, use of each fleet, bottleneck)
+candidate, profiles ──▶ FleetShape ──▶ SimFleet.run ──▶ Run(figures of the clients, busy shares, bottleneck)
 
 All decisions are those of the real schedulers and of the real dispatcher. The profiles say what everything costs.
 """
@@ -12,16 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
-from planner.answer import FleetUse
 from planner.candidate import Candidate
 from planner.figures import Figures, Served, Slo, arrival_seconds, figures_of
 from planner.profile import Profile
 from planner.simulator.fleet import FleetShape, Outcome, SimFleet
-from planner.simulator.node import NodeShape, SimNode
+from planner.simulator.node import NodeShape
 from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
 from router.dispatch.policy import POLICIES
@@ -57,19 +55,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures
     served: tuple[Served | None, ...]
     """Of each request, in order of arrival. None: it failed."""
-    prefill: FleetUse
-    decode: FleetUse
+    busy: dict[str, float]
+    """Shares of the time in which requests arrive, or of a burst until all have ended: of all devices of `prefill`
+    and `decode` nodes or of those that do both (`together`), that in which a forward ran; of the busiest node's
+    network card (`link`); of the router's thread (`router`). Decode steps follow each other while anything runs, so
+    a high share of a decode fleet alone is no bottleneck."""
     transfer_bytes_s: float
-    """Of KV that moved between nodes, all of them together, while requests arrived."""
-    link_busy_share: float
-    """Of the time of the busiest node's network card."""
-    router_busy_share: float
-    """Of the time of the router's thread."""
+    """Of KV that moved between nodes, all of them together, in that time."""
     cached_share: float
     """Of the prompt tokens of requests that were served, those found in a RadixCache."""
-    computed_share: float
-    """Tokens of all prefill forwards over prompt tokens of requests that were served. It is above 1 - cached_share
-    where requests were retracted and computed again."""
     stages_s: dict[StartStage, float]
     """Mean seconds of each stage up to the second token, over requests of which every stage is known."""
     bottleneck: Bottleneck
@@ -96,20 +90,15 @@ def simulate(
         raise ConfigError("a simulation needs at least one request")
     started = time.process_time()
     shape = fleet_shape(candidate, prefill, decode)
-    use = {role: _UseMeter() for role in Role}
-    fleet = SimFleet(
-        shape,
-        prefill.forward,
-        decode_costs=decode.forward,
-        seed=seed,
-        on_step=lambda node: use[node.role].look(node),
-    )
+    fleet = SimFleet(shape, prefill.forward, decode_costs=decode.forward, seed=seed)
     fleet.submit(requests)
     fleet.run(until=requests[-1].at_s)
-    arriving = _Loads(fleet, use, requests[0].at_s)
+    seconds = fleet.loop.now - requests[0].at_s
+    busy, transfer_bytes_s = _busy(fleet, seconds)
     fleet.run()
-    whole = _Loads(fleet, use, requests[0].at_s)
-    loads = arriving if arriving.seconds > whole.seconds / 2 else whole
+    whole_s = fleet.loop.now - requests[0].at_s
+    if seconds <= whole_s / 2:
+        busy, transfer_bytes_s = _busy(fleet, whole_s)
     outcomes = list(fleet.outcomes.values())
     done = [outcome for outcome in outcomes if outcome.ok]
     served = [_served(outcome) for outcome in done]
@@ -122,13 +111,9 @@ def simulate(
         candidate=candidate,
         figures=figures,
         served=tuple(by_request.get(id(request)) for request in requests),
-        prefill=loads.of[Role.PREFILL],
-        decode=loads.of[Role.DECODE],
-        transfer_bytes_s=loads.transfer_bytes_s,
-        link_busy_share=loads.link_busy_share,
-        router_busy_share=loads.router_busy_share,
+        busy=busy,
+        transfer_bytes_s=transfer_bytes_s,
         cached_share=sum(outcome.cached_tokens for outcome in done) / prompt_tokens,
-        computed_share=sum(node.stream.num_extend_tokens for node in fleet.nodes.values()) / prompt_tokens,
         stages_s=_mean_stages(done),
         bottleneck=_bottleneck(done, served, num_failed, slo),
         cpu_s=time.process_time() - started,
@@ -166,11 +151,9 @@ def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> Flee
 
 
 def _node_shape(candidate: Candidate, profile: Profile) -> NodeShape:
-    node = profile.node
-    names = ("chunked_prefill_size", "enable_mixed_chunk", "schedule_policy")
-    changes: dict[str, Any] = {
-        name: getattr(candidate, name) for name in names if getattr(candidate, name) is not None
-    }
+    node, schedule = profile.node, profile.node.schedule_options
+    if candidate.enable_mixed_chunk is not None:
+        schedule = replace(schedule, enable_mixed_chunk=candidate.enable_mixed_chunk)
     return NodeShape(
         pool_tokens=node.pool_tokens,
         page_size=node.page_size,
@@ -178,49 +161,23 @@ def _node_shape(candidate: Candidate, profile: Profile) -> NodeShape:
         kv_bytes_per_token=node.kv_bytes_per_token,
         disable_radix_cache=node.disable_radix_cache,
         host_kv_tokens=node.host_kv_tokens,
-        schedule=replace(node.schedule_options, **changes),
+        schedule=schedule,
     )
 
 
-# ------------------------------------------------------------------------------------------ use of the nodes
-class _UseMeter:
-    """The nodes of one role, looked at after each of their steps."""
-
-    def __init__(self) -> None:
-        self.pool_share = 0.0
-        self.queued_s = 0.0
-        self._last: dict[str, tuple[float, int]] = {}
-
-    def look(self, node: SimNode) -> None:
-        """A node has taken a step."""
-        load, name, now = node.vitals.published, node.ref.node_id, node.clock.free_at
-        since, num_queued = self._last.get(name, (now, 0))
-        self.queued_s += (now - since) * num_queued
-        waits = load.num_waiting + (load.num_bootstrapping if node.role is Role.DECODE else 0)
-        self._last[name] = (now, waits)
-        self.pool_share = max(self.pool_share, load.num_held_pages / load.num_pages)
-
-
-class _Loads:
-    """The loads of a fleet from `since` until now."""
-
-    def __init__(self, fleet: SimFleet, use: dict[Role, _UseMeter], since: float) -> None:
-        self.seconds = seconds = max(fleet.loop.now - since, 1e-9)
-        self.of: dict[Role, FleetUse] = {}
-        splits = any(node.role is Role.PREFILL for node in fleet.nodes.values())
-        for role, meter in use.items():
-            nodes = [node for node in fleet.nodes.values() if node.role is role]
-            device_s = seconds * max(1, len(nodes))
-            self.of[role] = FleetUse(
-                role="prefill" if role is Role.PREFILL else "decode" if splits else "together",
-                num_nodes=len(nodes),
-                busy_share=min(1.0, sum(node.stream.busy_s for node in nodes) / device_s),
-                pool_share=meter.pool_share,
-                queued=meter.queued_s / seconds,
-            )
-        self.transfer_bytes_s = fleet.transport.nbytes / seconds
-        self.link_busy_share = min(1.0, fleet.transport.most_busy_s / seconds)
-        self.router_busy_share = min(1.0, fleet.router_busy_s / seconds)
+def _busy(fleet: SimFleet, seconds: float) -> tuple[dict[str, float], float]:
+    """The busy shares of the first so many seconds, which have just passed, and the bytes a second."""
+    seconds = max(seconds, 1e-9)
+    splits = any(node.role is Role.PREFILL for node in fleet.nodes.values())
+    busy = {}
+    for role, name in ((Role.PREFILL, "prefill"), (Role.DECODE, "decode" if splits else "together")):
+        shares = [node.stream.busy_s / seconds for node in fleet.nodes.values() if node.role is role]
+        if shares:
+            busy[name] = min(1.0, sum(shares) / len(shares))
+    if splits:
+        busy["link"] = min(1.0, fleet.transport.most_busy_s / seconds)
+    busy["router"] = min(1.0, fleet.router_busy_s / seconds)
+    return busy, fleet.transport.nbytes / seconds
 
 
 # -------------------------------------------------------------------------------------- what clients have seen

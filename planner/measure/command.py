@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from planner.profile import Profile, Residual
@@ -26,7 +23,7 @@ def make_parser() -> FlagParser:
     """The flags of a node, since those decide what is measured, and --out."""
     parser = cli.make_parser(
         PROG,
-        "Measure on this machine, in about two minutes, what a node with these flags costs, and write the profile "
+        "Measure on this machine, in about a minute, what a node with these flags costs, and write the profile "
         "that router plan reads. Give the flags with which your nodes serve.",
     )
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
@@ -47,16 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     config = cli.node_config(parser, argv)
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends what it has started
     try:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
         try:  # It imports torch, for which --help and a wrong flag do not wait.
-            from planner.measure.phases import Phase, measure
+            from planner.measure.phases import measure
         except ModuleNotFoundError as error:
             raise ConfigError(f"{error.name} is missing: {HOW_TO_INSTALL}") from None
-        with progress_on(console, [*Phase]) as on_progress:
-            profile = measure(config, node_argv(args), on_progress=on_progress)
+        with console.status("") as status:
+            progress = status.update if console.is_terminal else _lines(console)
+            profile = measure(config, on_progress=progress)
         profile.save(args.out)
     except (ConfigError, OSError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -69,44 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def node_argv(args: argparse.Namespace) -> list[str]:
-    """The command line of a node as measured, without its addresses."""
-    return [*cli.node_argv(args), *(word for path in args.fleet_key for word in ("--fleet-key", path))]
+def _lines(console: Console) -> Callable[[str], None]:
+    """Where there is no terminal: a line for every kind of thing that is measured, by the first word of it."""
+    told: set[str] = set()
 
+    def tell(what: str) -> None:
+        kind = what.split(" ", 1)[0]
+        if kind not in told:
+            told.add(kind)
+            console.print(what, highlight=False, soft_wrap=True)
 
-@contextmanager
-def progress_on(console: Console, phases: Sequence[str]) -> Iterator[Callable[[str, str, float], None]]:
-    """A bar for each phase, beside which it says what is being measured; where there is no terminal, lines."""
-    if not console.is_terminal:
-        told: set[tuple[str, int]] = set()
-
-        def tell(phase: str, what: str, fraction: float) -> None:
-            """One line for each tenth of a phase."""
-            if (tenth := (phase, int(10 * fraction))) not in told:
-                told.add(tenth)
-                console.print(f"{phase}: {fraction:.0%} {what}".rstrip(), highlight=False, soft_wrap=True)
-
-        yield tell
-        return
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[what]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        tasks = {phase: progress.add_task(phase, total=1.0, start=False, what="") for phase in phases}
-
-        def show(phase: str, what: str, fraction: float) -> None:
-            progress.start_task(tasks[phase])
-            progress.update(tasks[phase], completed=fraction, what="" if fraction >= 1 else what)
-
-        yield show
+    return tell
 
 
 def show(profile: Profile, console: Console) -> None:
     """The costs in words, the worst residuals, and the remarks."""
-    forward, node, transfer, router = profile.forward, profile.node, profile.transfer, profile.router
+    forward, node, transfer = profile.forward, profile.node, profile.transfer
     bandwidth = "any number of bytes" if transfer.bytes_s is None else f"{transfer.bytes_s / 1e9:.3g} GB/s"
     table = Table(title=f"{profile.measured.model} on {profile.measured.machine}", show_header=False)
     for name, value in (
@@ -118,8 +93,6 @@ def show(profile: Profile, console: Console) -> None:
         ("decode step of 16 requests over 1000 tokens each", seconds(forward.decode_s(16, 16_000))),
         ("scheduler, a step of 16 requests", seconds(forward.host_s(16))),
         ("transfer", f"{seconds(transfer.latency_s)} and {bandwidth}"),
-        ("router", f"{seconds(router.request_s)} a request, {1e6 * router.token_s:.3g} µs a token"),
-        ("start of a node", f"{node.start_s:.3g} s"),
         ("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes"),
         ("fit", _errors(profile.measured.residuals)),
     ):

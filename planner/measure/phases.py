@@ -2,7 +2,6 @@
 
 engine      prefill, decode and the scheduler, in this process; the engine is closed before the next phase
 transfer    this process and a second one
-router      two starts of a node process, and a router in front of the second
 """
 
 from __future__ import annotations
@@ -10,117 +9,56 @@ from __future__ import annotations
 import contextlib
 import gc
 import platform
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from datetime import UTC, datetime
-from enum import StrEnum
-from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
-from planner.cost_model import CostModel
-from planner.measure.fitting import Forwards, remarks_of, residual
-from planner.measure.forwards import MeasureLimits, OnProgress, measure_forwards, points_of
-from planner.measure.machine import MachineWatch, cpu_model
+from planner.measure.fitting import remarks_of
+from planner.measure.forwards import MeasureLimits, OnProgress, measure_forwards, tasks_of
+from planner.measure.machine import cpu_model, watched
 from planner.measure.node_loop import NodeLoop
-from planner.measure.router_load import RouterMeasured, loads_for, measure_router, start_node
-from planner.measure.transfer import MAX_NBYTES, Shape, Transfers, measure_transfers
-from planner.profile import Measured, NodeKind, Profile, Residual
+from planner.measure.transfer import MAX_NBYTES, Shape, measure_transfers
+from planner.profile import Measured, NodeKind, Profile, TransferCost
 from planner.simulator.runner import PAGE_COPY_S
 from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
 from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.kvtransfer.transports.choice import make_transports
-from shared.model.files import resolve_model
-from shared.protocol.messages import KVLayout, NodeLimits
-
-START_SPREAD = 1.5
-"""The slowest start over the fastest, from which on it is said."""
-
-
-class Phase(StrEnum):
-    """What is measured."""
-
-    ENGINE = "engine"
-    TRANSFER = "transfer"
-    ROUTER = "router"
-
-
-OnPhase = Callable[[str, str, float], None]
-"""(phase, what is being measured, fraction done)"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """What is known of a node once its engine is built."""
-
-    machine: str
-    limits: NodeLimits
-    layout: KVLayout
-    host_kv_tokens: int
-    chunk_tokens: int
-    device: str
-    kernels: str
-
-    @property
-    def token_nbytes(self) -> int:
-        """K and V of one token in all layers."""
-        layout = self.layout
-        width = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
-        return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * width
-
-    @property
-    def page_nbytes(self) -> int:
-        """Of one page in all layers."""
-        return self.token_nbytes * self.layout.page_size
+from shared.protocol.messages import KVLayout
 
 
 def measure(
     config: NodeConfig,
-    argv: Sequence[str],
     *,
     effort: MeasureLimits | None = None,
-    on_progress: OnPhase = lambda phase, what, fraction: None,
+    on_progress: OnProgress = lambda what: None,
 ) -> Profile:
-    """The profile of a node with `config`, whose command line is `argv`. Raises ConfigError.
+    """The profile of a node with `config`. Raises ConfigError.
 
-    It takes about two minutes with the built-in model; a slow one takes longer, since every point has to be measured
+    It takes about a minute with the built-in model; a slow one takes longer, since every point has to be measured
     a few times.
     """
     effort = effort or MeasureLimits()
     make_transports(config.transfer, resolve_device(config.model.device))  # its options are checked first
-    node, forwards, remarks = measure_engine(config, effort, partial(on_progress, Phase.ENGINE))
-    costs = forwards.fit()
-    residuals = forwards.residuals(costs)
-    remarks += remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
-
-    transfers = _transfers(config, node, effort, partial(on_progress, Phase.TRANSFER))
-    transfer = transfers.fit()
-    of_transfers = [residual(point, transfer.seconds(point.nbytes)) for point in transfers.points]
-    remarks += [*transfers.remarks, *remarks_of(transfers.points, of_transfers)]
-
-    start_s, router = _router(config, argv, node, costs, effort, partial(on_progress, Phase.ROUTER))
-    remarks += [*router.remarks, *not_simulated(config, node.host_kv_tokens)]
-    return Profile(
-        measured=_measured(config, node, (*residuals, *of_transfers, *router.residuals), remarks),
-        node=NodeKind(
-            pool_tokens=node.limits.max_total_num_tokens,
-            page_size=node.layout.page_size,
-            context_length=node.limits.context_length,
-            max_running_requests=node.limits.max_running_requests,
-            chunked_prefill_size=node.chunk_tokens,
-            kv_bytes_per_token=node.token_nbytes,
-            start_s=start_s,
-            disable_radix_cache=config.cache.disable_radix_cache,
-            host_kv_tokens=node.host_kv_tokens,
-            schedule=changed_options(config.schedule),
-        ),
-        forward=costs,
-        transfer=transfer,
-        router=router.cost,
+    profile, layout, device = measure_engine(config, effort, on_progress)
+    gc.collect()  # the engine's memory
+    page_nbytes = layout.nbytes_per_token * layout.page_size
+    num_pages = min(profile.node.context_length // layout.page_size, MAX_NBYTES // page_nbytes)
+    shape = Shape(
+        config=config, layout=layout, page_nbytes=page_nbytes, device=device, num_pages=max(num_pages, 1)
     )
+    transfer, residuals, remarks = measure_transfers(shape, effort.transfer_s, on_progress)
+    remarks += not_simulated(config, profile.node.host_kv_tokens)
+    measured = msgspec.structs.replace(
+        profile.measured,
+        residuals=(*profile.measured.residuals, *residuals),
+        remarks=(*profile.measured.remarks, *remarks),
+    )
+    return msgspec.structs.replace(profile, measured=measured, transfer=transfer)
 
 
 def changed_options(schedule: ScheduleOptions) -> dict[str, Any]:
@@ -145,90 +83,50 @@ def not_simulated(config: NodeConfig, host_kv_tokens: int) -> Iterator[str]:
 
 
 def measure_engine(
-    config: NodeConfig, effort: MeasureLimits, on_progress: OnProgress = lambda what, fraction: None
-) -> tuple[Node, Forwards, list[str]]:
-    """What one process measures by itself: the node, its forwards, and remarks on the machine. Raises ConfigError."""
-    on_progress("loading the model", 0.0)
-    engine = build_engine(config, lambda what, fraction: on_progress(what, 0.0))
+    config: NodeConfig, effort: MeasureLimits, on_progress: OnProgress = lambda what: None
+) -> tuple[Profile, KVLayout, str]:
+    """What one process measures by itself: a profile in which transfers take no time; the layout, the device.
+
+    Raises ConfigError.
+    """
+    on_progress("the model is loaded")
+    engine = build_engine(config, lambda what, fraction: on_progress(what))
     config = replace(config, schedule=resolve_schedule(config.schedule, engine.pool.device))
-    node = Node(
-        machine=_machine(engine),
-        limits=engine.limits,
-        layout=engine.layout,
-        host_kv_tokens=engine.ledger.host.num_pages * engine.layout.page_size,
-        chunk_tokens=config.schedule.chunk_tokens,
-        device=str(engine.pool.device),
-        kernels=engine.attention_backend,
+    cache, chunk_tokens, layout = config.cache, config.schedule.chunk_tokens, engine.layout
+    node = NodeKind(
+        pool_tokens=engine.limits.max_total_num_tokens,
+        page_size=layout.page_size,
+        context_length=engine.limits.context_length,
+        max_running_requests=engine.limits.max_running_requests,
+        chunked_prefill_size=chunk_tokens,
+        kv_bytes_per_token=layout.nbytes_per_token,
+        disable_radix_cache=cache.disable_radix_cache,
+        host_kv_tokens=engine.ledger.host.num_pages * layout.page_size,
+        schedule=changed_options(config.schedule),
     )
-    points = points_of(
-        engine.limits,
-        node.chunk_tokens,
-        config.cache.page_size,
-        has_cache=not config.cache.disable_radix_cache,
-        effort=effort,
+    has_cache = not cache.disable_radix_cache
+    tasks = tasks_of(engine.limits, chunk_tokens, layout.page_size, has_cache=has_cache, effort=effort)
+    remarks: list[str] = []
+    closing = contextlib.closing
+    with closing(engine), closing(NodeLoop(config, engine)) as loop, watched("the engine", remarks):
+        machine, device = _machine(engine), str(engine.pool.device)
+        forwards = measure_forwards(loop, tasks, effort, on_progress)
+    costs, residuals = forwards.fit()
+    remarks += remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
+    measured = Measured(
+        at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        machine=machine,
+        model=config.model.model,
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "kernels": f"{engine.attention_backend}, {layout.numerics}",
+        },
+        residuals=residuals,
+        remarks=tuple(remarks),
     )
-    try:
-        loop = NodeLoop(config, engine)
-        watch = MachineWatch()
-        with contextlib.closing(loop):
-            forwards = measure_forwards(loop, points, effort, on_progress=on_progress)
-        remarks = [*watch.remarks("the engine")]
-    finally:
-        engine.close()
-    on_progress("", 1.0)
-    return node, forwards, remarks
-
-
-def _transfers(config: NodeConfig, node: Node, effort: MeasureLimits, on_progress: OnProgress) -> Transfers:
-    """Pages of up to a whole context."""
-    gc.collect()  # the engine's memory
-    num_pages = min(node.limits.context_length // node.layout.page_size, MAX_NBYTES // node.page_nbytes)
-    shape = Shape(config=config, layout=node.layout, device=node.device, num_pages=max(num_pages, 1))
-    transfers = measure_transfers(
-        shape, page_nbytes=node.page_nbytes, seconds=effort.transfer_s, on_progress=on_progress
-    )
-    on_progress("", 1.0)
-    return transfers
-
-
-def _router(
-    config: NodeConfig,
-    argv: Sequence[str],
-    node: Node,
-    costs: CostModel,
-    effort: MeasureLimits,
-    on_progress: OnProgress,
-) -> tuple[float, RouterMeasured]:
-    """Seconds until a node is ready, and what a router costs, with remarks on both."""
-    starts: list[float] = []
-    has_text = (resolve_model(config.model.model, with_weights=False) / "tokenizer.json").is_file()
-    streams = min(32, node.limits.max_running_requests)
-    loads = loads_for(
-        costs.decode_s(streams, 64 * streams) + costs.host_s(streams),
-        costs.extend_s([(0, 512)]) / 512,
-        node.limits,
-        has_text=has_text,
-        seconds=effort.load_s,
-    )
-    for number in range(effort.starts):
-        on_progress(f"a node starts ({number + 1} of {effort.starts})", 0.0)
-        process, address, seconds = start_node(argv)
-        starts.append(seconds)
-        with contextlib.closing(process):
-            if number + 1 == effort.starts:
-                more = () if has_text else ("--skip-tokenizer-init",)
-                fleet_key = [word for path in config.net.fleet_key for word in ("--fleet-key", path)]
-                router = measure_router(
-                    process, address, config.model.model, loads, (*more, *fleet_key), on_progress=on_progress
-                )
-    on_progress("", 1.0)
-    if max(starts) > START_SPREAD * min(starts):
-        said = (
-            f"A node took {min(starts):.1f} s to start and {max(starts):.1f} s another time: files that are not in "
-            "memory yet, or a busy machine, make a start slower than the profile says."
-        )
-        router = replace(router, remarks=(*router.remarks, said))
-    return statistics.median(starts), router
+    no_time = TransferCost(latency_s=0.0, bytes_s=None)
+    return Profile(measured=measured, node=node, forward=costs, transfer=no_time), layout, device
 
 
 def _machine(engine: Engine) -> str:
@@ -238,20 +136,3 @@ def _machine(engine: Engine) -> str:
         return torch.cuda.get_device_name(device)
     num_cores = engine.cpu_cores.num_threads
     return f"{cpu_model()}, {num_cores} core{'s' * (num_cores > 1)}"
-
-
-def _measured(
-    config: NodeConfig, node: Node, residuals: tuple[Residual, ...], remarks: Sequence[str]
-) -> Measured:
-    return Measured(
-        at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        machine=node.machine,
-        model=config.model.model,
-        versions={
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "kernels": f"{node.kernels}, {node.layout.numerics}",
-        },
-        residuals=residuals,
-        remarks=tuple(remarks),
-    )

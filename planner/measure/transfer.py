@@ -7,7 +7,9 @@ message before that, which says that there is room, is measured too.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import statistics
 import sys
 import threading
 import time
@@ -20,10 +22,10 @@ import msgspec
 import numpy as np
 import torch
 
-from planner.measure.fitting import Rounds, TransferPoint, fit_transfers
+from planner.measure.fitting import Point, fit_transfers, remarks_of
 from planner.measure.forwards import OnProgress
-from planner.measure.machine import CpuTimes, MachineWatch, read_cpu_times
-from planner.profile import TransferCost
+from planner.measure.machine import watched
+from planner.profile import Residual, TransferCost
 from shared.config import NodeConfig
 from shared.engine.build import new_page_mover
 from shared.engine.node_process import SWITCH_INTERVAL_S
@@ -42,9 +44,9 @@ from shared.protocol.transfer_messages import Handoff, Ready, ReceiverToSender, 
 
 MAX_NBYTES = 256 << 20
 """Of one transfer: more only takes longer."""
+MAX_ROUNDS = 20
 _TIMEOUT_S = 60.0
 """Until a child that has torch to import has built its link, and until a transfer has ended."""
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,33 +55,32 @@ class Shape:
 
     config: NodeConfig
     layout: KVLayout
+    page_nbytes: int
     device: str
     num_pages: int
     """Of the longest transfer; each pool has as many."""
 
-    def make_pool(self) -> TokenToKVPool:
-        """A pool on the device."""
+    def endpoint(
+        self, node: NodeRef, control: ControlThread, wake: threading.Event, *, dialled: bool
+    ) -> Endpoint:
+        """One side, with a pool on the device."""
         layout, device = self.layout, torch.device(self.device)
-        return TokenToKVPool(
+        pool = TokenToKVPool(
             num_pages=self.num_pages + 1,
             page_size=layout.page_size,
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
-            dtype=_TORCH_DTYPES[layout.dtype],
+            dtype=getattr(torch, layout.dtype),
             device=device,
             mover=new_page_mover(self.config.model.attention_backend, device),
         )
-
-    def endpoint(self, node: NodeRef, pool: TokenToKVPool, control: ControlThread, wake: threading.Event, *,
-                 dialled: bool) -> Endpoint:  # fmt: skip
-        """One side."""
         return Endpoint(
             node=node,
-            layout=self.layout,
+            layout=layout,
             pages=pool,
             outbox=control.to_dialled if dialled else control.to_diallers,
-            transports=make_transports(self.config.transfer, pool.device),
+            transports=make_transports(self.config.transfer, device),
             clock=time.monotonic,
             options=self.config.transfer,
             wake=wake.set,
@@ -87,65 +88,40 @@ class Shape:
 
 
 def measure_transfers(
-    shape: Shape,
-    *,
-    page_nbytes: int,
-    seconds: float = 8.0,
-    max_rounds: int = 20,
-    on_progress: OnProgress = lambda what, fraction: None,
-) -> Transfers:
-    """Transfers of 1, 4, 16 .. pages, in turn until the time is up.
+    shape: Shape, seconds: float, on_progress: OnProgress
+) -> tuple[TransferCost, list[Residual], list[str]]:
+    """Transfers of 1, 4, 16 .. pages, in turn until the time is up: their cost, every size against it, and remarks.
 
-    The first round is dropped: it builds the link.
-
-    Raises ConfigError when no link can be built.
+    The first round is dropped: it builds the link. Raises ConfigError when no link can be built.
     """
     sizes = [1]
     while sizes[-1] < shape.num_pages:
         sizes.append(min(4 * sizes[-1], shape.num_pages))
     rounds: defaultdict[int, list[float]] = defaultdict(list)
     messages: list[float] = []
-    on_progress("a second process starts", 0.0)
-    receiving = _ReceivingNode(shape)
-    try:
+    remarks: list[str] = []
+    on_progress("a second process starts")
+    with contextlib.closing(_ReceivingNode(shape)) as receiving:
         receiving.transfer_s(1)
-        watch = MachineWatch(receiving.cpu_times)
         begin = time.monotonic()
-        for number in range(max_rounds + 1):
-            if number > 2 and time.monotonic() - begin > seconds:
-                break
-            for size in sizes:
-                done = max((time.monotonic() - begin) / seconds, number / (max_rounds + 1))
-                on_progress(f"transfer of {size * page_nbytes >> 10} KiB", min(done, 1.0))
-                message_s, took_s = receiving.transfer_s(size)
-                if number:
-                    rounds[size].append(took_s)
-                    messages.append(message_s)
-        remarks = [*watch.remarks("the transfer")]
-    finally:
-        receiving.close()
-    points = (
-        TransferPoint(what=f"transfer {size * page_nbytes}", seconds=tuple(took), nbytes=size * page_nbytes)
-        for size, took in rounds.items()
-    )
-    return Transfers(
-        points=tuple(points), message=Rounds(what="message", seconds=tuple(messages)), remarks=remarks
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfers:
-    """What was measured between two processes."""
-
-    points: tuple[TransferPoint, ...]
-    message: Rounds
-    """From the sending of a message until the thread of the other scheduler has it."""
-    remarks: list[str]
-
-    def fit(self) -> TransferCost:
-        """The cost of pages and of messages."""
-        latency_s, bytes_s = fit_transfers(self.points)
-        return TransferCost(latency_s=latency_s, bytes_s=bytes_s, message_s=self.message.typical_s)
+        with watched("the transfer", remarks, [receiving.child_pid]):
+            for number in range(MAX_ROUNDS + 1):
+                if number > 2 and time.monotonic() - begin > seconds:
+                    break
+                for size in sizes:
+                    on_progress(f"transfer of {size * shape.page_nbytes >> 10} KiB")
+                    message_s, took_s = receiving.transfer_s(size)
+                    if number:
+                        rounds[size * shape.page_nbytes].append(took_s)
+                        messages.append(message_s)
+    points = [
+        Point(what=f"transfer {nbytes}", row=(1, nbytes), seconds=tuple(took))
+        for nbytes, took in rounds.items()
+    ]
+    latency_s, bytes_s = fit_transfers(points)
+    cost = TransferCost(latency_s=latency_s, bytes_s=bytes_s, message_s=statistics.median(messages))
+    residuals = [point.residual((latency_s, 1 / cost.bandwidth_bytes_s)) for point in points]
+    return cost, residuals, [*remarks, *remarks_of(points, residuals)]
 
 
 class _ReceivingNode:
@@ -162,17 +138,15 @@ class _ReceivingNode:
         self._control = ControlThread(key)
         port = self._control.bind("127.0.0.1", 0)
         node = NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}")
-        self._receiver = KVReceiver(
-            shape.endpoint(node, shape.make_pool(), self._control, self._wake, dialled=False)
-        )
+        self._receiver = KVReceiver(shape.endpoint(node, self._control, self._wake, dialled=False))
         self._control.start()
         sender = Handlers(msgspec.msgpack.Decoder(SenderToReceiver), self._receiver.on_message)
         self._control.admit({"sender": sender})
         self._control.every(self._receiver.renewal_s, self._receiver.renew_leases)
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        self.child = context.Process(target=_send, args=(there, node.address, shape), daemon=True)
-        self.child.start()
+        self._child = context.Process(target=_send, args=(there, node.address, shape), daemon=True)
+        self._child.start()
         there.close()
 
     def transfer_s(self, num_pages: int) -> tuple[float, float]:
@@ -199,14 +173,15 @@ class _ReceivingNode:
                         raise ConfigError(
                             f"pages do not move between two processes of this machine: {reason}"
                         )
-            if not self.child.is_alive():
+            if not self._child.is_alive():
                 break
         raise ConfigError(f"pages do not move between two processes of this machine within {_TIMEOUT_S:g} s")
 
-    def cpu_times(self) -> CpuTimes:
-        """Of the machine, and of both sides."""
-        pid = self.child.pid
-        return read_cpu_times([pid] if pid is not None else [])
+    @property
+    def child_pid(self) -> int:
+        """Of the second process."""
+        assert self._child.pid is not None
+        return self._child.pid
 
     def _hear(self) -> float:
         """A time that the child says."""
@@ -223,9 +198,9 @@ class _ReceivingNode:
     def close(self) -> None:
         """End both sides."""
         sys.setswitchinterval(self._switch_interval_s)
-        if self.child.is_alive():
+        if self._child.is_alive():
             self._pipe.send(None)
-        self.child.join(_TIMEOUT_S)
+        self._child.join(_TIMEOUT_S)
         self._pipe.close()
         self._receiver.close()
         self._control.close()
@@ -237,7 +212,7 @@ def _send(pipe: Connection, address: str, shape: Shape) -> None:
     torch.set_num_threads(1)
     control, wake = ControlThread(FleetKey.load(shape.config.net.fleet_key)), threading.Event()
     node = NodeRef("p", "p#1", "tcp://nowhere:0")
-    sender = KVSender(shape.endpoint(node, shape.make_pool(), control, wake, dialled=True))
+    sender = KVSender(shape.endpoint(node, control, wake, dialled=True))
     control.start()
     handlers = Handlers(msgspec.msgpack.Decoder(ReceiverToSender), sender.on_message)
     control.dial("d#1", address, "sender|p#1", handlers, sender.on_connected, sender.on_disconnected)

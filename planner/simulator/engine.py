@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 from planner.simulator.events import NodeClock
 from planner.simulator.runner import EOS, VOCAB_SIZE, SimStream
 from shared.config import NodeConfig
@@ -10,7 +13,8 @@ from shared.engine.build import Engine, make_ledger
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
 from shared.kvcache.host_pages import HostPages
-from shared.model.config import ModelConfig
+from shared.model.config import ModelConfig, load_model_config
+from shared.model.files import BUILTIN_MODEL, resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits
 
 
@@ -25,7 +29,7 @@ def sim_engine(config: NodeConfig, stream: SimStream, clock: NodeClock, page_nby
     host = HostPages((cache.host_kv_tokens or 0) // cache.page_size, page_nbytes)
     context_length = config.model.context_length
     return Engine(
-        model_config=_model_config(context_length),
+        model_config=_model_config(),
         pool=None,  # type: ignore[arg-type]  # what reads and writes pages is simulated
         ledger=make_ledger(num_pages, cache, num_rows, context_length, host),
         stream=stream,  # type: ignore[arg-type]
@@ -43,29 +47,8 @@ def sim_engine(config: NodeConfig, stream: SimStream, clock: NodeClock, page_nby
     )
 
 
-def _model_config(context_length: int) -> ModelConfig:
-    """What the schedulers look at is the vocabulary; the rest is the smallest that is a model."""
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        max_position_embeddings=context_length,
-        tie_word_embeddings=True,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
-        dtype="float32",
-        eos_token_ids=(EOS,),
-        bos_token_id=None,
-    )
+@cache
+def _model_config() -> ModelConfig:
+    """What the schedulers look at is the vocabulary; the rest is that of the built-in model."""
+    builtin = load_model_config(resolve_model(BUILTIN_MODEL, with_weights=False))
+    return replace(builtin, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))

@@ -25,7 +25,6 @@ from shared.errors import RequestError
 from shared.protocol.messages import (
     CacheEvents,
     CacheResync,
-    Drain,
     Failed,
     Finish,
     Moved,
@@ -38,9 +37,6 @@ from shared.protocol.messages import (
 )
 from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import ReqStage
-
-_DRAIN_POLL_S = 0.05
-"""How often FleetChanges looks at a node that it drains."""
 
 
 @dataclass(slots=True)
@@ -91,7 +87,7 @@ class _QuietMetrics(Metrics):
 
 
 class _Nodes:
-    """The dispatcher's Fleet."""
+    """The dispatcher's Fleet: the nodes to which it sends new requests."""
 
     def __init__(self) -> None:
         self.of: dict[Role, list[SimNode]] = {Role.PREFILL: [], Role.DECODE: []}
@@ -145,12 +141,12 @@ class SimFleet:
         self._on_launch = on_launch
         self._on_step = on_step
         self._audits = audits
-        self._live = _Nodes()
+        self.live = _Nodes()
         self._output_lens: dict[str, int] = {}
         self._router_free_at = 0.0
         self.router_busy_s = 0.0
         self.dispatcher = Dispatcher(
-            self._live,
+            self.live,
             incarnation="router",
             policies={Role.PREFILL: shape.prefill_policy, Role.DECODE: shape.decode_policy},
             deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=shape.failover_s),
@@ -182,32 +178,8 @@ class SimFleet:
             audits=self._audits,
         )
         self.nodes[name] = node
-        self._live.of[role].append(node)
+        self.live.of[role].append(node)
         return node
-
-    def drain(self, name: str, timeout_s: float = 60.0) -> None:
-        """A node gets nothing new, moves or finishes what it holds, and leaves: as by `FleetChanges`."""
-        node = self.nodes[name]
-        self._live.of[node.role].remove(node)
-        node.send(Drain(timeout_s))
-        self._until_drained(node, self.loop.now + timeout_s)
-
-    def is_live(self, node: SimNode) -> bool:
-        """Whether the router sends it new requests."""
-        return node in self._live.of[node.role]
-
-    def _until_drained(self, node: SimNode, until: float) -> None:
-        if not node.alive:
-            return  # killed meanwhile
-        if self.loop.now >= until:
-            self.dispatcher.fail_over_held(node, "the time is up")
-        if self.dispatcher.num_held(node):
-            self.dispatcher.move_held(node)
-            self.loop.at(self.loop.now + _DRAIN_POLL_S, self._until_drained, node, until)
-            return
-        del self.nodes[node.ref.node_id]
-        node.kill()
-        self.dispatcher.on_node_lost(node, "drained", Loss.LEFT)
 
     def kill(self, name: str) -> None:
         """A node dies; the router and its peers notice a little later."""
@@ -217,8 +189,8 @@ class SimFleet:
         self.loop.at(self.loop.now + notice, self._lost, node)
 
     def _lost(self, node: SimNode) -> None:
-        if self.is_live(node):
-            self._live.of[node.role].remove(node)
+        if node in self.live.of[node.role]:
+            self.live.of[node.role].remove(node)
         self.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
 
     # --------------------------------------------------------------------------------------- requests

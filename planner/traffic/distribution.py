@@ -14,8 +14,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from planner.figures import arrival_seconds
-from planner.traffic.arrival import MAX_TOKENS, is_number
-from planner.traffic.trace import Trace, TraceRow
+from planner.traffic.trace import BLOCK_TOKENS, MAX_TOKENS, SimRequest, Trace
 from shared.errors import ConfigError
 
 _Z99 = NormalDist().inv_cdf(0.99)
@@ -35,7 +34,8 @@ class Lengths:
         """MEDIAN:P99, LOW..HIGH or LENGTH. Raises ConfigError that names `flag`."""
         is_uniform = ".." in text
         first, found, second = text.partition(".." if is_uniform else ":")
-        numbers = [int(part) if is_number(part) else 0 for part in (first, second if found else first)]
+        parts = (first, second if found else first)
+        numbers = [int(part) if len(part) < 9 and part.isdecimal() else 0 for part in parts]
         if not 1 <= numbers[0] <= numbers[1] <= MAX_TOKENS:
             raise ConfigError(
                 f"{flag} {text}: it must be MEDIAN:P99, LOWEST..HIGHEST or one length, in tokens from 1 to "
@@ -60,6 +60,11 @@ def drawn_trace(*, rate: float, prompt: Lengths, output: Lengths, num_requests: 
     times = list(accumulate((gaps.expovariate(1.0) for _ in range(num_requests - 1)), initial=0.0))
     # A few hundred gaps are off by some percent together, and a plan is to be for the rate that was asked for.
     scale = num_requests / rate / arrival_seconds(times) if num_requests > 1 else 0.0
-    rows = [TraceRow(scale * at_s, prompt.draw(lengths), output.draw(lengths), ()) for at_s in times]
+    requests, num_blocks = [], 0
+    for at_s in times:
+        input_len = prompt.draw(lengths)
+        own = range(num_blocks, num_blocks + -(-input_len // BLOCK_TOKENS))
+        num_blocks = own.stop
+        requests.append(SimRequest(scale * at_s, input_len, output.draw(lengths), tuple(own), BLOCK_TOKENS))
     remark = "The requests are drawn and share no prefix, so no prompt finds any of its tokens in a cache."
-    return Trace(rows=rows, trace_format="drawn", remarks=(remark,))
+    return Trace(requests=requests, remarks=(remark,))

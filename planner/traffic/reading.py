@@ -1,29 +1,90 @@
-"""Reads a trace of any known format, line by line: `read_trace(path)`."""
+"""Reads a trace: `read_trace(path)`. Its format is told by its first line.
+
+mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids
+vllm       the same fields as vllm bench serve --dataset-name timed_trace reads them: timestamp in seconds
+azure      CSV or JSONL: TIMESTAMP (a date), ContextTokens, GeneratedTokens
+router     the log of `router --log-requests` (`router/api/request_log.py`), in which other lines are skipped
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
 import gzip
+import json
+import re
 import zlib
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from planner.traffic.arrival import Arrival, BadLine
-from planner.traffic.formats import TimedLines, TraceFormat, format_of, parser_of
-from planner.traffic.router_log import RouterLog
-from planner.traffic.trace import BLOCK_TOKENS, Trace, TraceRow
-from router.api.prefix_hashes import BLOCK_TOKENS as LOG_BLOCK
+from planner.traffic.trace import BLOCK_TOKENS, MAX_TOKENS, SimRequest, Trace
+from router.api.prefix_hashes import HASH_NBYTES
 from shared.errors import ConfigError
 
 MAX_PLAUSIBLE_RATE = 1000.0
 """Requests a second. A trace above it was probably read with the wrong unit of time."""
-
 _BLOCK_SIZES = (BLOCK_TOKENS, 16, 32, 64, 128, 256, 1024, 8, 2048, 4096)
 """Tokens of one hash id that traces have, the likely ones first: Mooncake's, then a page's."""
 _GZIP = b"\x1f\x8b"
+_EVENT = re.compile(rb'^[^"]*?\brequest (request_id=.*)$')
+"""No quote may stand before it: the values of other events that a client may choose are quoted."""
+_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)(?: |$)')
+
+Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
+
+
+class TraceFormat(StrEnum):
+    """What `--trace-format` may say."""
+
+    MOONCAKE = "mooncake"
+    VLLM = "vllm"
+    AZURE = "azure"
+    ROUTER = "router"
+
+
+class _BadLine(ValueError):
+    """A line is not of its format. The message names the field, what it is, and what it may be."""
+
+
+class _Arrival(NamedTuple):
+    """One request as a line tells it. `blocks` name the first blocks of its prompt."""
+
+    at_s: float
+    input_len: int
+    output_len: int
+    blocks: Sequence[Any] = ()
+    """Hashable names; numbers once they are counted."""
+
+
+_Parse = Callable[[bytes], Iterable[_Arrival]]
+"""Raises _BadLine or msgspec.MsgspecError."""
+
+
+class _TimedLine(msgspec.Struct):
+    timestamp: Time
+    input_length: Length
+    output_length: Length
+    hash_ids: tuple[int, ...] = ()
+
+
+class _AzureLine(msgspec.Struct):
+    at: str = msgspec.field(name="TIMESTAMP")
+    prompt: Length = msgspec.field(name="ContextTokens")
+    answer: Length = msgspec.field(name="GeneratedTokens")
+
+
+_FIELDS = {
+    TraceFormat.VLLM: {"chat_id", "timestamp", "input_length"},  # Alibaba's traces, in seconds
+    TraceFormat.MOONCAKE: {"timestamp", "input_length"},
+    TraceFormat.AZURE: {"TIMESTAMP", "ContextTokens"},
+}
+"""By which a format is known."""
 
 
 def read_trace(path: Path, trace_format: TraceFormat | None = None) -> Trace:
@@ -32,138 +93,226 @@ def read_trace(path: Path, trace_format: TraceFormat | None = None) -> Trace:
     Lines may be in any order of time. Requests without a prompt or an answer are left out, which a remark says.
     Raises ConfigError that names the line and the field, or says that there is nothing to plan.
     """
-    reader = _Reader(path)
+    reader = _Reader()
     try:
-        return reader.read(trace_format)
-    except (BadLine, msgspec.MsgspecError, RecursionError) as error:
-        raise ConfigError(f"--trace {path}, line {reader.line_number}: {_in_words(error)}") from None
-    except (OSError, EOFError, zlib.error) as error:
+        return reader.read(path, trace_format)
+    except (_BadLine, msgspec.MsgspecError, RecursionError) as error:
+        words = "its JSON is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"--trace {path}, line {reader.line_number}: {words}") from None
+    except (OSError, EOFError, zlib.error, ConfigError) as error:
         raise ConfigError(f"--trace {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 class _Reader:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self) -> None:
         self.line_number = 1
-        self._names: dict[object, int] = {}
+        self._names: dict[Hashable, int] = {}
         """The number of each block, in order of their first use."""
         self._sizes = list(_BLOCK_SIZES)
+        """Tokens that a block may have, by the lines so far."""
         self._num_left_out = 0
 
-    def read(self, trace_format: TraceFormat | None) -> Trace:
-        with self._open() as file:
-            lines = self._lines(file)
-            first = next(lines, None)
-            if first is None:
-                raise ConfigError(f"--trace {self._path}: it is empty, and a plan needs at least one request")
-            trace_format = trace_format or format_of(first)
-            parse = parser_of(trace_format, first)
-            infers_size = isinstance(parse, TimedLines)
-            rows = [
-                self._row(arrival, infers_size)
-                for line in chain((first,), lines)
-                for arrival in parse(line)
-                if self._counts(arrival)
-            ]
-        if not rows:
-            raise ConfigError(f"--trace {self._path}: {self._why_none(trace_format)}")
-        block_tokens = self._sizes[0]
-        remarks: list[str] = []
-        if isinstance(parse, RouterLog):
-            block_tokens = parse.block_tokens or BLOCK_TOKENS
-            remarks += _remarks_on_log(parse)
-        if self._num_left_out:
-            remarks.append(f"Requests without a prompt or an answer are left out: {self._num_left_out}.")
-        return self._trace(rows, trace_format, block_tokens, remarks)
-
-    def _trace(
-        self, rows: list[TraceRow], trace_format: TraceFormat, block_tokens: int, remarks: list[str]
-    ) -> Trace:
-        rows.sort(key=lambda row: row.at_s)
-        start_s, seconds = rows[0].at_s, rows[-1].at_s - rows[0].at_s
-        if len(rows) > 1 and not seconds:
+    def read(self, path: Path, trace_format: TraceFormat | None) -> Trace:
+        arrivals: list[_Arrival] = []
+        log = _RouterLog()
+        parse: _Parse | None = None
+        for line in self._lines(path):
+            if parse is None:
+                trace_format = trace_format or _format_of(line)
+                parse = log if trace_format is TraceFormat.ROUTER else _parser_of(trace_format, line)
+            for arrival in parse(line):
+                if not arrival.input_len or not arrival.output_len:
+                    self._num_left_out += 1
+                    continue
+                if parse is not log:
+                    self._infer_size(arrival)
+                blocks = [self._names.setdefault(block, len(self._names)) for block in arrival.blocks]
+                arrivals.append(arrival._replace(blocks=blocks))
+        if trace_format is None:
+            raise ConfigError("it is empty, and a plan needs at least one request")
+        if not arrivals:
             raise ConfigError(
-                f"--trace {self._path}: all {len(rows)} requests arrive at the same time, and a plan needs the time "
-                "of each"
+                f"it has no request with a prompt and an answer ({self._num_left_out} without). It was read as "
+                f"{trace_format}; --trace-format names another, and a router's log needs --log-requests"
             )
-        if len(rows) > MAX_PLAUSIBLE_RATE * seconds and len(rows) > 1:
-            remarks.append(
-                f"The trace has {len(rows) / seconds:.0f} requests a second. If its timestamps are seconds and not "
+        arrivals.sort(key=lambda one: one.at_s)
+        seconds = arrivals[-1].at_s - arrivals[0].at_s
+        if len(arrivals) > 1 and not seconds:
+            raise ConfigError(
+                f"all {len(arrivals)} requests arrive at the same time, and a plan needs the time of each"
+            )
+        return Trace(
+            requests=self._requests(arrivals, log.block_tokens or self._sizes[0]),
+            remarks=(*log.remarks(), *self._remarks(len(arrivals), seconds)),
+        )
+
+    def _requests(self, arrivals: Sequence[_Arrival], block_tokens: int) -> list[SimRequest]:
+        """Blocks that the trace does not name are shared with no request."""
+        num_blocks = len(self._names)
+        requests = []
+        for at_s, input_len, output_len, named in arrivals:
+            num_own = max(0, -(-input_len // block_tokens) - len(named))
+            blocks = (*named, *range(num_blocks, num_blocks + num_own))
+            num_blocks += num_own
+            requests.append(SimRequest(at_s - arrivals[0].at_s, input_len, output_len, blocks, block_tokens))
+        return requests
+
+    def _lines(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as raw:
+            is_packed = raw.read(len(_GZIP)) == _GZIP
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            for self.line_number, line in enumerate(file, 1):
+                stripped = line.strip().removeprefix(b"\xef\xbb\xbf")
+                if stripped:
+                    yield stripped
+
+    def _infer_size(self, arrival: _Arrival) -> None:
+        """Leave only the sizes of blocks that its number of blocks allows."""
+        if not arrival.blocks:
+            return
+        possible = [size for size in self._sizes if -(-arrival.input_len // size) == len(arrival.blocks)]
+        if not possible:
+            sizes = " or ".join(map(str, sorted(self._sizes)))
+            raise _BadLine(
+                f"hash_ids has {len(arrival.blocks)} ids for {arrival.input_len} prompt tokens, and there must be "
+                f"one for each {sizes} tokens, as in the lines before"
+            )
+        self._sizes = possible
+
+    def _remarks(self, num_reqs: int, seconds: float) -> Iterator[str]:
+        if self._num_left_out:
+            yield f"Requests without a prompt or an answer are left out: {self._num_left_out}."
+        if num_reqs > MAX_PLAUSIBLE_RATE * seconds > 0:
+            yield (
+                f"The trace has {num_reqs / seconds:.0f} requests a second. If its timestamps are seconds and not "
                 f"milliseconds, --trace-format {TraceFormat.VLLM} reads them so."
             )
         if not self._names:
-            is_short = trace_format is TraceFormat.ROUTER and all(row.input_len < LOG_BLOCK for row in rows)
-            why = (
-                f"A log tells of shared prefixes by blocks of {LOG_BLOCK} tokens, and every prompt is shorter"
-                if is_short
-                else "The trace does not tell which prompts share a prefix"
+            yield (
+                "The trace does not tell which prompts share a prefix, so no prompt is planned to find any of its "
+                "tokens in a cache."
             )
-            remarks.append(f"{why}, so no prompt is planned to find any of its tokens in a cache.")
-        for at, row in enumerate(rows):
-            rows[at] = TraceRow(row.at_s - start_s, row.input_len, row.output_len, row.hash_ids)
-        return Trace(
-            rows=rows, trace_format=str(trace_format), block_tokens=block_tokens, remarks=tuple(remarks)
-        )
 
-    def _open(self) -> BinaryIO:
-        with self._path.open("rb") as file:
-            is_packed = file.read(len(_GZIP)) == _GZIP
-        return cast(BinaryIO, gzip.open(self._path)) if is_packed else self._path.open("rb")
 
-    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        for self.line_number, line in enumerate(file, 1):
-            stripped = line.strip().removeprefix(b"\xef\xbb\xbf")
-            if stripped:
-                yield stripped
+# ------------------------------------------------------------------------------------------------------ formats
+def _format_of(line: bytes) -> TraceFormat:
+    """The format of a file by its first line."""
+    is_json = line.startswith((b"{", b"["))
+    try:
+        names = set(json.loads(line) if is_json else _cells(line))
+    except (ValueError, TypeError, csv.Error):
+        names = set()
+    for trace_format, fields in _FIELDS.items():
+        if fields <= names:
+            return trace_format
+    if not is_json:
+        return TraceFormat.ROUTER  # a log may begin with any line, such as a progress bar
+    raise _BadLine("its fields are of no known trace; docs/planning.md lists them")
 
-    def _counts(self, arrival: Arrival) -> bool:
-        counts = arrival.input_len > 0 and arrival.output_len > 0
-        self._num_left_out += not counts
-        return counts
 
-    def _row(self, arrival: Arrival, infers_size: bool) -> TraceRow:
-        at_s, input_len, output_len, blocks = arrival
-        if blocks and infers_size:
-            possible = [size for size in self._sizes if -(-input_len // size) == len(blocks)]
-            if not possible:
-                sizes = " or ".join(map(str, sorted(self._sizes)))
-                raise BadLine(
-                    f"hash_ids has {len(blocks)} ids for {input_len} prompt tokens, and there must be one for each "
-                    f"{sizes} tokens, as in the lines before"
+def _parser_of(trace_format: TraceFormat, first: bytes) -> _Parse:
+    """What parses the lines of a trace that begins with `first`."""
+    if trace_format is TraceFormat.AZURE:
+        names = None if first.startswith(b"{") else _cells(first)
+
+        def azure(line: bytes) -> Iterator[_Arrival]:
+            if line != first or names is None:
+                cells = json.loads(line) if names is None else dict(zip(names, _cells(line), strict=False))
+                row = msgspec.convert(cells, _AzureLine, strict=False)
+                yield _Arrival(_date(row.at), row.prompt, row.answer)
+
+        return azure
+    units_a_second = 1.0 if trace_format is TraceFormat.VLLM else 1e3
+    decode = msgspec.json.Decoder(_TimedLine).decode
+
+    def timed(line: bytes) -> Iterator[_Arrival]:
+        row = decode(line)
+        yield _Arrival(row.timestamp / units_a_second, row.input_length, row.output_length, row.hash_ids)
+
+    return timed
+
+
+def _cells(line: bytes) -> list[str]:
+    return [cell.strip() for cell in next(csv.reader([line.decode("utf-8-sig", "replace")]))]
+
+
+def _date(text: str) -> float:
+    """Seconds since 1970; UTC, where the date names no zone."""
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError:
+        raise _BadLine(
+            f"TIMESTAMP is {text[:40]!r}, and must be a date such as 2023-11-16 18:15:46.6805900"
+        ) from None
+    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+
+class _LoggedRequest(msgspec.Struct):
+    arrived_ms: Time
+    prompt_lens: str
+    output_lens: str = ""
+    prefixes: str | None = None
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 1
+    prefix_key: str = ""
+
+
+class _RouterLog:
+    """A line may have several prompts, and a prompt several answers. Every answer is one request of the trace."""
+
+    def __init__(self) -> None:
+        self.block_tokens: int | None = None
+        self._num_refused = 0
+        self._keys: set[str] = set()
+
+    def __call__(self, line: bytes) -> Iterator[_Arrival]:
+        if (found := _EVENT.match(line)) is None:
+            return
+        pairs = _FIELD.findall(found[1].decode("utf-8", "replace"))
+        fields = {name: value.strip('"') for name, value in pairs}
+        if "prompt_lens" not in fields:
+            self._num_refused += fields.get("status") in ("429", "503") and "POST" in fields.get("route", "")
+            return
+        request = msgspec.convert(fields, _LoggedRequest, strict=False)
+        prompts = request.prompt_lens.split(";")
+        answers = request.output_lens.split(";")
+        prefixes = [""] * len(prompts) if request.prefixes is None else request.prefixes.split(";")
+        if not len(prompts) == len(answers) == len(prefixes):
+            raise _BadLine("prompt_lens, output_lens and prefixes must have one entry for each prompt")
+        if request.prefixes is not None:
+            if self.block_tokens not in (None, request.prefix_tokens):
+                raise _BadLine(
+                    f"prefix_tokens is {request.prefix_tokens}, after {self.block_tokens} in lines before"
                 )
-            self._sizes = possible
-        names = self._names
-        return TraceRow(
-            at_s, input_len, output_len, tuple(names.setdefault(block, len(names)) for block in blocks)
-        )
+            self.block_tokens = request.prefix_tokens
+            self._keys.add(request.prefix_key)
+        for prompt, outputs, prefix in zip(prompts, answers, prefixes, strict=True):
+            input_len, *output_lens = (_length(text) for text in (prompt, *outputs.split(",")))
+            for output_len in output_lens:
+                yield _Arrival(request.arrived_ms / 1e3, input_len, output_len, _prefix_blocks(prefix))
 
-    def _why_none(self, trace_format: TraceFormat) -> str:
-        if self._num_left_out:
-            return f"none of its requests ({self._num_left_out}) has both a prompt and an answer"
-        if trace_format is TraceFormat.ROUTER:
-            return (
-                "it has no request. It was read as the log of a router, which needs --log-requests; other formats "
-                f"are {', '.join(one for one in TraceFormat if one is not TraceFormat.ROUTER)} (--trace-format)"
+    def remarks(self) -> Iterator[str]:
+        """What a log cannot tell."""
+        if self._num_refused:
+            yield (
+                f"Requests that were refused before they had a token: {self._num_refused}. Their lengths are not "
+                "known, so they are left out: the real load was higher."
             )
-        return "it has no request, and a plan needs at least one"
+        if len(self._keys) > 1:
+            yield (
+                f"The log has prefix hashes under {len(self._keys)} keys, which cannot be compared with each other, "
+                "so less reuse is planned than there was. Routers with one --fleet-key have one key."
+            )
 
 
-def _remarks_on_log(log: RouterLog) -> Iterator[str]:
-    if log.num_refused:
-        yield (
-            f"Requests that were refused before they had a token: {log.num_refused}. Their lengths are not known, so "
-            "they are left out: the real load was higher."
-        )
-    if len(log.keys) > 1:
-        yield (
-            f"The log has prefix hashes under {len(log.keys)} keys, which cannot be compared with each other, so "
-            "less reuse is planned than there was. Routers with one --fleet-key have one key."
-        )
+def _length(text: str) -> int:
+    return msgspec.convert(text, Length, strict=False)
 
 
-def _in_words(error: Exception) -> str:
-    """msgspec names the field last: Expected `int`, got `str` - at `$.input_length`."""
-    if isinstance(error, RecursionError):
-        return "its JSON is nested too deeply"
-    what, found, where = str(error).partition(" - at `$.")
-    return f"{where.rstrip('`')}: {what}" if found else what
+def _prefix_blocks(text: str) -> tuple[bytes, ...]:
+    try:
+        packed = base64.b64decode(text, altchars=b"-_", validate=True)
+    except ValueError:
+        packed = b"?"
+    if len(packed) % HASH_NBYTES:
+        raise _BadLine(f"prefixes has {text[:40]!r}, and must be base64 of {HASH_NBYTES} bytes for each hash")
+    return tuple(packed[at : at + HASH_NBYTES] for at in range(0, len(packed), HASH_NBYTES))

@@ -6,7 +6,7 @@ block becomes that many made-up tokens: its id, then a filler, so that prompts s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,19 +14,8 @@ BLOCK_TOKENS = 512
 """Prompt tokens of one hash id in Mooncake's traces."""
 FIRST_BLOCK_TOKEN = 1 << 20
 """Token ids below are outputs; see `runner`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One request of a trace, as it was recorded.
-
-    `hash_ids` name the blocks from the beginning of the prompt on. What they do not cover is shared with no request.
-    """
-
-    at_s: float
-    input_len: int
-    output_len: int
-    hash_ids: tuple[int, ...]
+MAX_TOKENS = 10_000_000
+"""Of one prompt or answer. A larger number is a wrong field rather than a long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,54 +48,9 @@ class SimRequest:
 class Trace:
     """The requests of one file, in order of arrival. The first arrives at 0 s."""
 
-    rows: Sequence[TraceRow]
-    trace_format: str
-    block_tokens: int = BLOCK_TOKENS
-    """Prompt tokens of one hash id."""
+    requests: Sequence[SimRequest]
     remarks: tuple[str, ...] = ()
     """What a plan from this trace should be read with. Each is a sentence for the user."""
-
-    @property
-    def seconds(self) -> float:
-        """Between the first and the last arrival."""
-        return self.rows[-1].at_s
-
-    def requests(self, *, rate: float = 1.0) -> Iterator[SimRequest]:
-        """As a workload: lengths as recorded, arriving `rate` times as fast."""
-        return scaled(self.rows, scale=1, rate=rate, block_tokens=self.block_tokens)
-
-
-def scaled(
-    rows: Sequence[TraceRow],
-    *,
-    scale: int = 16,
-    rate: float = 1.0,
-    replay: int = 0,
-    start_s: float = 0.0,
-    block_tokens: int = BLOCK_TOKENS,
-) -> Iterator[SimRequest]:
-    """`rows` with lengths divided by `scale`, arriving `rate` times as fast from `start_s` on.
-
-    `replay` shifts block ids, so that prefixes of different replays never meet. `block_tokens` are the tokens of one
-    hash id before they are divided.
-    """
-    num_ids = 1 + max((max(row.hash_ids) for row in rows if row.hash_ids), default=0)
-    shift = replay * (num_ids + sum(_num_unnamed(row, block_tokens) for row in rows)) if replay else 0
-    own = shift + num_ids
-    for row in rows:
-        input_len = max(row.input_len // scale, 1)
-        num_blocks = -(-input_len // (block_tokens // scale))
-        blocks = tuple(shift + block for block in row.hash_ids[:num_blocks])
-        num_own = num_blocks - len(blocks)
-        blocks += tuple(range(own, own + num_own))
-        own += num_own
-        yield SimRequest(
-            start_s + row.at_s / rate,
-            input_len,
-            max(row.output_len // scale, 1),
-            blocks,
-            block_tokens // scale,
-        )
 
 
 def shared_tokens(requests: Iterable[SimRequest]) -> int:
@@ -120,10 +64,6 @@ def shared_tokens(requests: Iterable[SimRequest]) -> int:
         num_tokens += min(num_known * request.block_tokens, request.input_len)
         seen.update(request.blocks)
     return num_tokens
-
-
-def _num_unnamed(row: TraceRow, block_tokens: int) -> int:
-    return max(0, -(-row.input_len // block_tokens) - len(row.hash_ids))
 
 
 @cache

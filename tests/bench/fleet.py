@@ -16,10 +16,9 @@ from typing import Any
 
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
-from planner.traffic.trace import scaled
 from shared.config import ScheduleOptions
 from tests.bench.fitted import load_cost_model
-from tests.bench.recorded import load_trace
+from tests.bench.recorded import load_trace, scaled
 from tests.bench.simulation import SCALE, totals
 from tests.bench.stats import percentile
 from tests.bench.table import Row

@@ -26,9 +26,9 @@ from planner.cost_model import CostModel
 from planner.figures import Figures, Slo, arrival_seconds, figures_of
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
 from planner.simulate import Run, simulate
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from tests.bench.real_fleet import BUILTIN, LLAMA, RealNodes, real_fleet
-from tests.bench.recorded import AZURE, MOONCAKE, load_trace
+from tests.bench.recorded import AZURE, MOONCAKE, load_trace, scaled
 from tests.bench.replay import Replayed, replay
 from tests.bench.stats import significant
 from tests.bench.table import Row
@@ -241,7 +241,6 @@ def profile(nodes: TimedNodes | RealNodes, forward: CostModel, added: Added) -> 
             max_running_requests=nodes.max_running_requests,
             chunked_prefill_size=nodes.chunked_prefill_size,
             kv_bytes_per_token=nodes.kv_bytes_per_token,
-            start_s=0.0,
         ),
         forward=forward,
         transfer=TransferCost(latency_s=added.transfer_s, bytes_s=1e9, message_s=added.message_s),

@@ -65,8 +65,8 @@ class RealNodes:
             ),
         )
         effort = MeasureLimits(engine_s=FIT_S, max_batch=self.max_batch, max_tokens=FIT_TOKENS)
-        _, forwards, _ = measure_engine(config, effort)
-        return forwards.fit()
+        measured, _, _ = measure_engine(config, effort)
+        return measured.forward
 
 
 BUILTIN = RealNodes(

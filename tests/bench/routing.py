@@ -25,7 +25,7 @@ from planner.candidate import Candidate
 from planner.figures import Figures, arrival_seconds, figures_of
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from router.dispatch.policy import POLICIES, ttft
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
@@ -45,7 +45,7 @@ from tests.bench.planner import (
     profile,
     timed_profile,
 )
-from tests.bench.recorded import load_trace
+from tests.bench.recorded import load_trace, scaled
 from tests.bench.servers import new_client, prompt_ids, stream
 from tests.bench.stats import figure, percentile, ratios, significant
 from tests.bench.table import Row

@@ -21,12 +21,12 @@ from typing import Any
 from planner.cost_model import CostModel
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from shared.scheduling.schedule_policy import POLICIES
 from tests.bench.fitted import load_cost_model
-from tests.bench.recorded import MOONCAKE, load_trace
+from tests.bench.recorded import MOONCAKE, load_trace, scaled
 from tests.bench.stats import percentile
 from tests.bench.table import Row
 from tests.sim.workloads import few_shot, unrelated

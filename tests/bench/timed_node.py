@@ -66,13 +66,11 @@ class TimedNodes:
 
     def flags(self, candidate: Candidate) -> list[str]:
         """Of every node of `candidate`."""
-        chunk = candidate.chunked_prefill_size or self.chunked_prefill_size
         return [
             *("--load-format", "dummy", "--attention-backend", "torch", "--grammar-backend", "none"),
             *("--page-size", str(self.page_size), "--max-total-tokens", str(self.pool_tokens)),
             *("--max-running-requests", str(self.max_running_requests)),
-            *("--chunked-prefill-size", str(chunk)),
-            *(["--schedule-policy", candidate.schedule_policy] if candidate.schedule_policy else []),
+            *("--chunked-prefill-size", str(self.chunked_prefill_size)),
             *(["--enable-mixed-chunk"] if candidate.enable_mixed_chunk else []),
         ]
 

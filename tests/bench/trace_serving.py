@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from tests.bench.devices import CONTEXT_LENGTH
-from tests.bench.recorded import AZURE, load_trace
+from tests.bench.recorded import AZURE, load_trace, scaled
 from tests.bench.servers import TokenStream, new_client, prompt_ids, servers, stream
 from tests.bench.stats import figure, percentile
 from tests.bench.table import Row

@@ -12,8 +12,7 @@ from typing import Any
 
 import httpx
 
-from planner.traffic.trace import scaled
-from tests.bench.recorded import AZURE, load_trace
+from tests.bench.recorded import AZURE, load_trace, scaled
 from tests.modelzoo import random_prompt
 
 NUM_BODIES = 32

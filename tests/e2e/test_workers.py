@@ -89,7 +89,7 @@ def check_log(router: TwoRouters) -> None:
         router.of(index).generate(PROMPT * 8, 12).tokens()
     until(lambda: len(re.findall(r" prompt_lens=1\d\d output_lens=12 ", router.log)) == 2, "both are logged")
     trace = read_trace(router.log_path)
-    (*_, last) = requests = list(trace.requests())
+    (*_, last) = requests = list(trace.requests)
     assert not any("keys" in remark for remark in trace.remarks)
     assert shared_tokens(requests[-2:]) == last.input_len // last.block_tokens * last.block_tokens > 0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from planner.cost_model import CostModel
 from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.node import SimNode
 from planner.traffic.trace import SimRequest
+from router.dispatch.failover import Loss
 from shared.protocol.messages import Drain, ReqKey
 from tests.cluster import Cluster
 from tests.sim.faults import is_empty
@@ -44,6 +46,26 @@ def test_a_prefill_node_hands_back_what_it_has_not_begun() -> None:
         cluster.assert_idle()
 
 
+def drain(fleet: SimFleet, node: SimNode, timeout_s: float) -> None:
+    """A node gets nothing new, moves or finishes what it holds, and leaves: as by `FleetChanges`."""
+    fleet.live.of[node.role].remove(node)
+    node.send(Drain(timeout_s))
+    until = fleet.loop.now + timeout_s
+
+    def look() -> None:
+        if fleet.loop.now >= until:
+            fleet.dispatcher.fail_over_held(node, "the time is up")
+        if fleet.dispatcher.num_held(node):
+            fleet.dispatcher.move_held(node)
+            fleet.loop.at(fleet.loop.now + 0.05, look)
+            return
+        del fleet.nodes[node.ref.node_id]
+        node.kill()
+        fleet.dispatcher.on_node_lost(node, "drained", Loss.LEFT)
+
+    look()
+
+
 def test_a_simulated_node_that_is_drained_leaves_when_it_is_empty() -> None:
     """Of each role, under load: nothing is lost, what runs moves, and the node's pages are not missed."""
     fleet = SimFleet(FleetShape(num_prefill=2, num_decode=2), COSTS)
@@ -52,9 +74,7 @@ def test_a_simulated_node_that_is_drained_leaves_when_it_is_empty() -> None:
     fleet.run(until=2.0)
     assert not is_empty(fleet.nodes["d0001"])
     for name in ("p0001", "d0001"):
-        node = fleet.nodes[name]
-        fleet.drain(name, timeout_s=5.0)
-        assert not fleet.is_live(node)
+        drain(fleet, fleet.nodes[name], timeout_s=5.0)
     fleet.run(until=fleet.loop.now + 5.5)
     assert set(fleet.nodes) == {"p0000", "d0000"}
     fleet.run()

@@ -15,11 +15,11 @@ from planner.cost_model import CostModel
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
 from planner.simulator.transport import NetworkModel
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from router.dispatch.policy import POLICIES, RoutingPolicy, ttft
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
-from tests.bench.recorded import load_trace
+from tests.bench.recorded import load_trace, scaled
 from tests.sim.test_simulator_faults import assert_all_ended_and_empty
 from tests.sim.workloads import chats, few_shot
 

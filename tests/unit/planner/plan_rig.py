@@ -10,15 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from planner.answer import Answer, FleetUse
+from planner.answer import Answer
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
 from planner.figures import Served, Slo, figures_of
 from planner.plan_answer import Asked, answer_by
-from planner.plan_search import Aim, Prices
 from planner.plan_traffic import Traffic
-from planner.plan_trials import SCREEN, Setting, Trial, Variation
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
+from planner.sample import Setting, Trial, Variation
+from planner.search import Aim
 from planner.simulate import Bottleneck, Run
 from planner.traffic.trace import SimRequest
 from planner.traffic.windows import Window
@@ -31,7 +31,6 @@ NODE = NodeKind(
     max_running_requests=32,
     chunked_prefill_size=512,
     kv_bytes_per_token=1024,
-    start_s=1.0,
 )
 PROFILE = Profile(
     measured=Measured(at="2026-01-01T00:00:00Z", machine="a machine", model="a model", versions={}),
@@ -81,18 +80,14 @@ def asked(
     of: Traffic | None = None,
     nodes: range = range(1, 3),
     slo: Slo = SLO,
-    prices: Prices | None = None,
-    **more: object,
 ) -> Asked:
     """A question about PROFILE, or about those given."""
     named = tuple((Path(f"profile{i}.json"), one) for i, one in enumerate(profiles or (PROFILE,)))
     return Asked(
         profiles=named,
-        prices=prices,
         traffic=of or traffic(),
         aim=Aim(slo=slo, good_share=0.9),
         nodes=nodes,
-        **more,  # type: ignore[arg-type]
     )
 
 
@@ -106,10 +101,8 @@ def planned(question: Asked) -> Answer:
     return asyncio.run(answer_by(question, run, lambda line: None))
 
 
-def planted(
-    question: Asked, capacity: Capacity, *, in_screen: float = 1.0, made: list[Trial] | None = None
-) -> Answer:
-    """The answer where a fleet serves what `capacity` says, `in_screen` times as much in the screen, and no more.
+def planted(question: Asked, capacity: Capacity, *, made: list[Trial] | None = None) -> Answer:
+    """The answer where a fleet serves what `capacity` says, and no more.
 
     The trials are appended to `made`.
     """
@@ -117,28 +110,23 @@ def planted(
     async def run(trial: Trial) -> Run:
         if made is not None:
             made.append(trial)
-        served = capacity(trial.option.candidate, trial.variation)
-        return _planted_run(question.setting, trial, served * (in_screen if trial.window == SCREEN else 1.0))
+        served = capacity(trial.candidate, trial.variation)
+        return _planted_run(question.setting, trial, served)
 
     return asyncio.run(answer_by(question, run, lambda line: None))
 
 
 def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
-    num = len(setting.window(trial.window).requests)
+    num = len(setting.windows[trial.window].requests)
     share = min(1.0, capacity / (setting.rate * trial.variation.load))
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
-    use = FleetUse(role="together", num_nodes=1, busy_share=0.5, pool_share=0.5, queued=0.0)
     return Run(
-        candidate=trial.option.candidate,
+        candidate=trial.candidate,
         figures=figures_of(served, 0, num / setting.rate, setting.slo),
         served=served,
-        prefill=use,
-        decode=use,
+        busy={"together": 0.5, "router": 0.0},
         transfer_bytes_s=1e6,
-        link_busy_share=0.1,
-        router_busy_share=0.0,
         cached_share=0.0,
-        computed_share=1.0,
         stages_s={},
         bottleneck=Bottleneck.NONE if share == 1.0 else Bottleneck.PREFILL,
         cpu_s=0.001 * num,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from msgspec.structs import replace
 
 from planner.answer import Answer
-from planner.charts import draw, write_html
-from shared.errors import ConfigError
-from tests.unit.planner.answers import comparison_answer, plan_answer
+from planner.charts import draw, html_of
+from tests.unit.planner.plan_rig import asked, planned, planted, traffic
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    """Of fleets of one to three nodes, of which each node serves a request a second."""
+    return planted(asked(of=traffic(rate=2.6), nodes=range(1, 4)), lambda fleet, varied: fleet.num_nodes)
 
 
 def texts(answer: Answer) -> list[str]:
@@ -20,49 +24,30 @@ def texts(answer: Answer) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(draw(answer)).iter() if element.text]
 
 
-def without_figures(answer: Answer) -> Answer:
-    """The same candidates, none of which served a request."""
-    return replace(
-        answer,
-        candidates=tuple(
-            replace(
-                one,
-                max_rate=None,
-                points=tuple(replace(p, ttft_s=None, itl_s=None, stages_s={}) for p in one.points),
-            )
-            for one in answer.candidates
-        ),
-    )
-
-
-def test_a_plan_has_a_chart_for_each_number_of_nodes() -> None:
-    answer = plan_answer(max_nodes=3)
+def test_a_plan_has_a_chart_for_each_number_of_nodes(answer: Answer) -> None:
     drawn = texts(answer)
     assert {f"{num} nodes: good requests/s" for num in (1, 2, 3)} <= set(drawn)
     assert {one.name for one in answer.candidates} <= set(drawn)
 
 
-def test_a_comparison_has_the_differences_from_its_base() -> None:
-    answer = comparison_answer()
-    drawn = texts(answer)
-    assert sum("from the base" in text for text in drawn) == 3
-    assert {one.name for one in answer.candidates} <= set(drawn)
+def test_stages_and_busy_shares_of_real_runs_are_drawn() -> None:
+    drawn = texts(planned(asked(of=traffic(8), nodes=range(2, 3))))
+    assert {"prefill", "queue", "transfer"} <= set(drawn) and any(text.startswith("Busy") for text in drawn)
 
 
-def test_an_answer_without_figures_is_drawn() -> None:
-    assert texts(without_figures(plan_answer()))
+def test_an_answer_without_figures_is_drawn(answer: Answer) -> None:
+    empty = tuple(
+        replace(one, max_rate=None, points=tuple(replace(p, ttft_s=None, itl_s=None) for p in one.points))
+        for one in answer.candidates
+    )
+    assert texts(replace(answer, candidates=empty))
 
 
-def test_the_page_loads_nothing_and_has_the_table(tmp_path: Path) -> None:
-    answer = plan_answer(source="{a} <b>\udcff.jsonl")
-    write_html(answer, tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
+def test_the_page_loads_nothing_and_has_the_table(answer: Answer) -> None:
+    question = answer.question
+    traffic_ = replace(question.traffic, source="{a} <b>\udcff.jsonl")
+    page = html_of(replace(answer, question=replace(question, traffic=traffic_))).decode()
     assert "default-src 'none'" in page and "<script" not in page
     assert not re.search(r"""(src|href|action)=["'](?!#)|url\((?!#)|@import""", page)
     assert "{a} &lt;b&gt;\\udcff.jsonl" in page
     assert answer.verdict.headline.split()[0] in page and "<svg" in page
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere/plan\.html"):
-        write_html(plan_answer(), tmp_path / "nowhere" / "plan.html")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
@@ -11,26 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost_model import CostModel
-from planner.measure.fitting import (
-    DecodePoint,
-    ExtendPoint,
-    Forwards,
-    HostPoint,
-    Rounds,
-    TransferPoint,
-    fit_transfers,
-    nonnegative,
-    remarks_of,
-    residual,
-)
-from planner.measure.forwards import DecodeStep, Extend, MeasureLimits, points_of
-from planner.measure.machine import CpuTimes, MachineWatch
-from planner.measure.router_load import Used, fit_router
-from planner.profile import RouterCost, TransferCost
+from planner.measure import machine
+from planner.measure.fitting import Point, fit_transfers, nonnegative, remarks_of
+from planner.measure.forwards import Forwards, MeasureLimits, extend_row, tasks_of
+from planner.profile import Residual, TransferCost
 from shared.protocol.messages import NodeLimits
 
 LIMITS = NodeLimits(context_length=8192, max_total_num_tokens=131_072, max_running_requests=64)
-POINTS = points_of(LIMITS, 512, 16, has_cache=True, effort=MeasureLimits())
+TASKS = tasks_of(LIMITS, 512, 16, has_cache=True, effort=MeasureLimits())
 CPU = CostModel(
     a=7e-4, b=4.5e-5, c=1.1e-8, d=6e-4, e=7e-5, f=1.4e-7, floor_s=2.4e-3, step_s=2.5e-4, step_request_s=1e-5
 )
@@ -54,32 +44,32 @@ def rounds_of(seconds: float, noise: random.Random, number: int = 9) -> tuple[fl
 def planted(costs: CostModel, seed: int = 0) -> Forwards:
     """What a device with these costs is measured at."""
     noise = random.Random(seed)
-    extends = [point for point in POINTS if isinstance(point, Extend)]
-    decodes = [point for point in POINTS if isinstance(point, DecodeStep)]
+
+    def point(what: str, row: tuple[float, ...], seconds: float) -> Point:
+        return Point(what=what, row=row, seconds=rounds_of(seconds, noise))
+
     return Forwards(
         extends=tuple(
-            ExtendPoint(what=one.name, spans=one.spans, seconds=rounds_of(costs.extend_s(one.spans), noise))
-            for one in extends
+            point(one.name, extend_row(one.spans), costs.extend_s(one.spans)) for one in TASKS if one.spans
         ),
         decodes=tuple(
-            DecodePoint(
-                what=one.name,
-                batch=one.batch,
-                kv_tokens=one.batch * one.context,
-                seconds=rounds_of(costs.decode_s(one.batch, one.batch * one.context), noise),
+            point(
+                one.name,
+                (1, one.batch, one.batch * one.context),
+                costs.decode_s(one.batch, one.batch * one.context),
             )
-            for one in decodes
+            for one in TASKS
+            if one.batch
         ),
         hosts=tuple(
-            HostPoint(what=f"scheduler {num}", num_requests=num, seconds=rounds_of(costs.host_s(num), noise))
-            for num in (1, 2, 4, 8, 16, 32, 64)
+            point(f"scheduler {num}", (1, num), costs.host_s(num)) for num in (1, 2, 4, 8, 16, 32, 64)
         ),
     )
 
 
 @pytest.mark.parametrize("costs", [CPU, GPU], ids=["CPU", "GPU"])
 def test_planted_costs_come_back(costs: CostModel) -> None:
-    fitted = planted(costs).fit()
+    fitted, _ = planted(costs).fit()
     for name in ("b", "d", "f", "step_s", "floor_s"):
         assert getattr(fitted, name) == pytest.approx(getattr(costs, name), rel=0.1), name
     assert fitted.extend_s([(4096, 512)]) == pytest.approx(costs.extend_s([(4096, 512)]), rel=0.05)
@@ -95,17 +85,16 @@ def test_any_planted_forward_is_predicted(factors: list[float], seed: int) -> No
     costs = CostModel(
         **{name: value * factor for (name, value), factor in zip(names.items(), factors, strict=True)}
     )
-    measured = planted(costs, seed)
-    fitted = measured.fit()
+    fitted, residuals = planted(costs, seed).fit()
     assert min(asdict(fitted).values()) >= 0
-    for residual_ in measured.residuals(fitted):
+    for residual_ in residuals:
         assert abs(residual_.error) < 0.06, residual_
 
 
 def test_a_short_chunk_is_predicted_where_whole_chunks_alone_are_above_the_floor() -> None:
     """They all have 512 tokens: a launch is not told from tokens, but 16 tokens take no third more."""
-    measured = planted(replace(CPU, a=5e-4, b=1.2e-5, c=2.4e-8, floor_s=6.7e-3))
-    for residual_ in measured.residuals(measured.fit()):
+    _, residuals = planted(replace(CPU, a=5e-4, b=1.2e-5, c=2.4e-8, floor_s=6.7e-3)).fit()
+    for residual_ in residuals:
         assert abs(residual_.error) < 0.06, residual_
 
 
@@ -119,7 +108,7 @@ def test_a_planted_link_comes_back(latency: float, bandwidth: float) -> None:
     noise = random.Random(0)
     link = TransferCost(latency_s=1e-3 * latency, bytes_s=2e9 * bandwidth)
     points = [
-        TransferPoint(what="", nbytes=nbytes, seconds=rounds_of(link.seconds(nbytes), noise))
+        Point(what="", row=(1, nbytes), seconds=rounds_of(link.seconds(nbytes), noise))
         for nbytes in (1 << 14, 1 << 18, 1 << 22, 1 << 26)
     ]
     latency_s, bytes_s = fit_transfers(points)
@@ -141,14 +130,13 @@ def test_a_link_that_no_size_slows_down_has_no_bandwidth_that_could_be_measured(
     sizes: tuple[int, ...], seconds: float
 ) -> None:
     """Least squares leave 1e-27 or so where a 0 belongs, on each CPU for other sizes."""
-    points = [TransferPoint(what="", nbytes=nbytes, seconds=(seconds,)) for nbytes in sizes]
+    points = [Point(what="", row=(1, nbytes), seconds=(seconds,)) for nbytes in sizes]
     assert fit_transfers(points) == (pytest.approx(seconds), None)
 
 
 def test_a_link_on_which_more_bytes_take_less_time_has_no_bandwidth_either() -> None:
     points = [
-        TransferPoint(what="", nbytes=nbytes, seconds=(0.001 - 1e-9 * nbytes,))
-        for nbytes in (1, 9999, 99_999)
+        Point(what="", row=(1, nbytes), seconds=(0.001 - 1e-9 * nbytes,)) for nbytes in (1, 9999, 99_999)
     ]
     latency_s, bytes_s = fit_transfers(points)
     assert bytes_s is None and 0.0009 < latency_s < 0.001
@@ -157,7 +145,7 @@ def test_a_link_on_which_more_bytes_take_less_time_has_no_bandwidth_either() -> 
 @given(st.lists(st.floats(-0.002, 0.002), min_size=7, max_size=7))
 def test_noise_alone_is_no_bandwidth(noise: list[float]) -> None:
     points = [
-        TransferPoint(what="", nbytes=nbytes, seconds=(0.001 * (1 + off),))
+        Point(what="", row=(1, nbytes), seconds=(0.001 * (1 + off),))
         for nbytes, off in zip(SIZES["pages"], noise, strict=True)
     ]
     assert fit_transfers(points) == (pytest.approx(0.001, rel=0.01), None)
@@ -166,7 +154,7 @@ def test_noise_alone_is_no_bandwidth(noise: list[float]) -> None:
 def test_a_latency_without_a_bandwidth_is_that_of_all_sizes() -> None:
     """The longer transfer takes 0.8 % more."""
     points = [
-        TransferPoint(what="", nbytes=nbytes, seconds=(seconds,))
+        Point(what="", row=(1, nbytes), seconds=(seconds,))
         for nbytes, seconds in ((1000, 0.001), (1_000_000, 0.001008))
     ]
     assert fit_transfers(points) == (pytest.approx(0.001004, rel=1e-4), None)
@@ -176,7 +164,7 @@ def test_a_bandwidth_that_can_just_be_measured_is_kept() -> None:
     """The bytes of the longest transfer add 2 % to the latency."""
     link = TransferCost(latency_s=0.001, bytes_s=1e6 / 0.00002)
     points = [
-        TransferPoint(what="", nbytes=nbytes, seconds=(link.seconds(nbytes),))
+        Point(what="", row=(1, nbytes), seconds=(link.seconds(nbytes),))
         for nbytes in (1000, 10_000, 1_000_000)
     ]
     latency_s, bytes_s = fit_transfers(points)
@@ -188,46 +176,19 @@ def test_a_transfer_of_unmeasurable_bandwidth_takes_its_latency() -> None:
     assert link.seconds(1) == link.seconds(1 << 40) == 0.001
 
 
-def test_a_planted_router_comes_back() -> None:
-    costs, idle = RouterCost(request_s=1.5e-3, token_s=4e-5, prompt_token_s=2e-6), 0.003
-    used = [
-        Used(
-            what=f"{prompt} prompt tokens",
-            requests=requests,
-            prompt_tokens=prompt,
-            tokens=tokens,
-            wall_s=wall_s,
-            cpu_s=requests * costs.request_s
-            + prompt * costs.prompt_token_s
-            + tokens * costs.token_s
-            + idle * wall_s,
-        )
-        for requests, prompt, tokens, wall_s in (
-            (32, 1000, 64, 0.3),
-            (32, 1100, 6000, 4.0),
-            (16, 16_000, 32, 2.0),
-            (0, 0, 0, 1.0),
-        )
-    ]
-    measured = fit_router([*used, replace(used[0], cpu_s=1.02 * used[0].cpu_s)])
-    assert [one.what for one in measured.residuals] == [one.what for one in used]
-    assert measured.residuals[0].spread == pytest.approx(0.01, abs=0.001)
-    assert all(abs(one.error) < 0.02 for one in measured.residuals)
-    fitted = fit_router(used).cost
-    assert fitted.request_s == pytest.approx(costs.request_s)
-    assert fitted.token_s == pytest.approx(costs.token_s)
-    assert fitted.prompt_token_s == pytest.approx(costs.prompt_token_s)
-
-
 # ----------------------------------------------------------------------------------------------- remarks
-def quiet(seconds: Callable[[int], Iterable[float]]) -> list[Rounds]:
+def quiet(seconds: Callable[[int], Iterable[float]]) -> list[Point]:
     """Eight points."""
-    return [Rounds(what=f"point {i}", seconds=tuple(seconds(i))) for i in range(8)]
+    return [Point(what=f"point {i}", row=(1,), seconds=tuple(seconds(i))) for i in range(8)]
+
+
+def residuals(points: list[Point], fitted: list[float]) -> list[Residual]:
+    return [point.residual([seconds]) for point, seconds in zip(points, fitted, strict=True)]
 
 
 def test_quiet_rounds_have_no_remark() -> None:
     points = quiet(lambda i: (1.0, 1.01, 1.0, 0.99, 1.0))
-    assert not [*remarks_of(points, [residual(point, 1.05) for point in points])]
+    assert not [*remarks_of(points, residuals(points, [1.05] * 8))]
 
 
 def test_noise_is_said() -> None:
@@ -236,52 +197,23 @@ def test_noise_is_said() -> None:
     assert "46% (point 0)" in said
 
 
-def test_cold_caches_are_said() -> None:
-    (said,) = remarks_of(quiet(lambda i: (1.6, 1.0, 1.0, 1.0, 1.0, 1.0)), [])
-    assert "second round of 8 of 8 points" in said
-    assert "cold" in said
-
-
-def test_noise_is_not_taken_for_cold_caches() -> None:
-    (said,) = remarks_of(quiet(lambda i: (1.6, 1.0, 1.6, 1.0, 1.6, 1.0, 1.0)), [])
-    assert "further apart" in said
-
-
-def test_one_slow_point_is_not_cold() -> None:
-    assert not [*remarks_of(quiet(lambda i: (1.6 if i == 0 else 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)), [])]
-
-
 def test_a_poor_fit_is_said_with_its_worst_points() -> None:
     points = quiet(lambda i: (1.0, 1.0, 1.0))
-    (said,) = remarks_of(points, [residual(point, 1 + 0.1 * i) for i, point in enumerate(points)])
+    (said,) = remarks_of(points, residuals(points, [1 + 0.1 * i for i in range(8)]))
     assert "off by more than 20% at 5 of 8 points (point 7 by +70%, point 6 by +60%, point 5 by +50%)" in said
 
 
-def test_few_rounds_are_said() -> None:
-    (said,) = remarks_of(quiet(lambda i: (1.0, 1.0)), [])
-    assert said.startswith("Only 2 rounds of point 0 were measured")
-
-
-def watched(*, others_s: float = 0.0, steal_s: float = 0.0) -> list[str]:
-    """Ten seconds of two cores, of which the measuring processes use one."""
-    times = iter(
-        [
-            CpuTimes(wall_s=100.0, busy_s=50.0, steal_s=1.0, own_s=5.0),
-            CpuTimes(wall_s=120.0, busy_s=60.0 + others_s, steal_s=1.0 + steal_s, own_s=15.0),
-        ]
+@pytest.mark.parametrize("others", [0.02, 0.3])
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    """Ten seconds of two cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    times, used = iter((100.0, 110.0)), iter((50.0, 50.0 + 20 * others))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(machine, "others_cpu_s", lambda pids: next(used))
+    said: list[str] = []
+    with machine.watched("the engine", said):
+        pass
+    assert len(said) == (others > 0.05)
+    assert all(
+        "Other processes used 30% of this machine's CPU time while the engine was" in one for one in said
     )
-    return [*MachineWatch(lambda: next(times)).remarks("the engine")]
-
-
-def test_an_idle_machine_has_no_remark() -> None:
-    assert not watched(others_s=0.4, steal_s=0.1)
-
-
-def test_a_busy_machine_is_said() -> None:
-    (said,) = watched(others_s=6.0)
-    assert "Other processes used 30% of this machine's CPU time while the engine was measured" in said
-
-
-def test_stolen_time_is_said() -> None:
-    (said,) = watched(steal_s=2.0)
-    assert "Other virtual machines of this host took 10% of the CPU time while the engine" in said

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
-from rich.console import Console
 
-from planner.measure import phases, router_load
-from planner.measure.command import main, make_parser, node_argv, progress_on
-from planner.measure.forwards import DecodeStep, Extend, MeasureLimits, points_of
-from planner.measure.phases import Phase, measure
-from planner.measure.router_load import Process
+from planner.measure import phases
+from planner.measure.command import main, make_parser
+from planner.measure.forwards import MeasureLimits, tasks_of
+from planner.measure.phases import measure
 from planner.profile import load_profile
 from shared import cli
 from shared.protocol.messages import NodeLimits
 from tests.patience import PATIENCE_S
-from tests.processes import assert_gone
 
-FEW = MeasureLimits(
-    engine_s=1e-3, max_passes=2, max_batch=2, max_tokens=128, transfer_s=1e-3, starts=1, load_s=0.2
-)
+FEW = MeasureLimits(engine_s=1e-3, max_passes=2, max_batch=2, max_tokens=128, transfer_s=1e-3)
 ARGV = [
     "--cpu-cores",
     "any:1",
@@ -44,24 +36,12 @@ ARGV = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _signal_restored() -> Iterator[None]:
-    """`main` takes SIGTERM for as long as its process lives, which here is that of later tests."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 @pytest.mark.processes
 def test_a_real_node_is_measured(tmp_path: Path) -> None:
     parser = make_parser()
     config = cli.node_config(parser, ARGV)
-    seen: list[tuple[str, str, float]] = []
-
-    def on_progress(phase: str, what: str, fraction: float) -> None:
-        seen.append((phase, what, fraction))
-
-    profile = measure(config, node_argv(parser.parse_args(ARGV)), effort=FEW, on_progress=on_progress)
+    seen: list[str] = []
+    profile = measure(config, effort=FEW, on_progress=seen.append)
 
     profile.save(tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == profile
@@ -72,15 +52,12 @@ def test_a_real_node_is_measured(tmp_path: Path) -> None:
     assert node.kv_bytes_per_token == 2 * 8 * 4 * 32 * 2  # K and V, layers, heads, their size, bfloat16
     assert 0 < forward.decode_s(1, 16) < 10
     assert 0 < forward.extend_s([(0, 64)]) < 10
-    assert profile.router.request_s + profile.router.token_s + profile.router.prompt_token_s > 0
-    assert profile.transfer.message_s > 0 and node.start_s > 0
+    assert profile.transfer.message_s > 0
     measured = {residual.what for residual in profile.measured.residuals}
     assert {"prefill 64", "decode 2x16", f"transfer {16 * node.kv_bytes_per_token}"} <= measured
-    assert {"scheduler 1", "scheduler 2", "router without requests"} <= measured
+    assert {"scheduler 1", "scheduler 2"} <= measured
     assert profile.measured.model == "builtin"
-    for phase in Phase:
-        fractions = [fraction for of, _, fraction in seen if of == phase]
-        assert fractions[0] == 0.0 and fractions[-1] == 1.0
+    assert {"prefill 64, pass 2", "transfer of 64 KiB"} <= set(seen)
 
 
 def test_flags_of_a_node_are_in_its_profile_or_a_remark_says_that_they_are_not() -> None:
@@ -98,9 +75,9 @@ def test_flags_of_a_node_are_in_its_profile_or_a_remark_says_that_they_are_not()
 
 def test_points_stay_within_the_node() -> None:
     limits = NodeLimits(context_length=4096, max_total_num_tokens=10_000, max_running_requests=48)
-    points = points_of(limits, 512, 16, has_cache=True, effort=MeasureLimits())
-    extends = [span for point in points if isinstance(point, Extend) for span in point.spans]
-    decodes = [point for point in points if isinstance(point, DecodeStep)]
+    points = tasks_of(limits, 512, 16, has_cache=True, effort=MeasureLimits())
+    extends = [span for point in points for span in point.spans]
+    decodes = [point for point in points if point.batch]
     assert max(start + length for start, length in extends) < 4096
     assert max(start for start, _ in extends) > 3000
     assert {length for _, length in extends} >= {16, 256, 512}
@@ -109,26 +86,15 @@ def test_points_stay_within_the_node() -> None:
     assert all(point.batch * (point.context + 16) <= 10_000 for point in decodes)
     assert not [
         point
-        for point in points_of(limits, 512, 16, has_cache=False, effort=MeasureLimits())
-        if isinstance(point, Extend) and point.spans[0][0]
+        for point in tasks_of(limits, 512, 16, has_cache=False, effort=MeasureLimits())
+        if point.spans and point.spans[0][0]
     ]
-
-
-def test_where_stderr_is_no_terminal_each_tenth_of_a_phase_is_a_line() -> None:
-    console = Console(file=io.StringIO(), width=20)
-    with progress_on(console, ["engine", "router"]) as on_progress:
-        for done in range(101):
-            on_progress("engine", f"decode step {done} over 2048 tokens", done / 100)
-        on_progress("router", "", 1.0)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0] == "engine: 0% decode step 0 over 2048 tokens" and lines[-1] == "router: 100%"
-    assert len(lines) == 12
 
 
 def test_a_small_context_has_points(tmp_path: Path) -> None:
     limits = NodeLimits(context_length=64, max_total_num_tokens=64, max_running_requests=1)
-    points = points_of(limits, 512, 16, has_cache=True, effort=MeasureLimits())
-    assert {type(point) for point in points} == {Extend, DecodeStep}
+    points = tasks_of(limits, 512, 16, has_cache=True, effort=MeasureLimits())
+    assert {bool(point.spans) for point in points} == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -154,56 +120,19 @@ def test_what_cannot_be_measured_is_refused(
     assert not (tmp_path / "profile.json").exists()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_signal_ends_a_measurement_with_a_sentence(
-    sent: signal.Signals,
+def test_ctrl_c_ends_a_measurement_with_a_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def stopped(*args: object, **kwargs: object) -> None:
-        os.kill(os.getpid(), sent)
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
     monkeypatch.setattr(phases, "measure", stopped)
     assert main(["--out", str(tmp_path / "profile.json")]) == 130
     assert "stopped, without a profile" in capsys.readouterr().err
     assert not (tmp_path / "profile.json").exists()
-
-
-def test_a_node_that_does_not_start_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Process] = []
-
-    class Silent(Process):
-        def __init__(self, argv: Sequence[str]) -> None:
-            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"])
-            started.append(self)
-
-        def wait_for(self, pattern: str, timeout_s: float = 0.0) -> re.Match[str]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(router_load, "Process", Silent)
-    with pytest.raises(KeyboardInterrupt):
-        router_load.start_node([])
-    assert not psutil.pid_exists(started[0].pid)
-
-
-@pytest.mark.processes
-def test_what_was_started_ends_with_a_measurement_that_is_killed() -> None:
-    code = (
-        "import sys, time; from planner.measure.router_load import start_node, start_router; "
-        "node, address, _ = start_node(sys.argv[1:]); start_router(address, 'builtin'); "
-        "print('ready', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *ARGV], stdout=subprocess.PIPE, text=True
-    ) as measuring:
-        assert measuring.stdout is not None
-        assert measuring.stdout.readline() == "ready\n"
-        family = psutil.Process(measuring.pid).children(recursive=True)
-        assert len(family) >= 3, "a node, a router's supervisor and its router"
-        measuring.kill()
-    assert_gone(family)
 
 
 def test_the_package_that_fits_is_named_where_it_is_missing(tmp_path: Path) -> None:

@@ -14,21 +14,23 @@ from shared.errors import ConfigError
 def test_median_and_percentile_are_those_asked_for() -> None:
     prompt, output = Lengths.parse("--prompt", "900:2000"), Lengths.parse("--output", "150")
     trace = drawn_trace(rate=4, prompt=prompt, output=output, num_requests=20_000)
-    lengths = sorted(row.input_len for row in trace.rows)
+    lengths = sorted(row.input_len for row in trace.requests)
     assert lengths[10_000] == pytest.approx(900, rel=0.02) and lengths[19_800] == pytest.approx(
         2000, rel=0.05
     )
-    assert {row.output_len for row in trace.rows} == {150}
-    assert len(trace.rows) / trace.seconds == pytest.approx(4, rel=0.03)
-    gaps = [after.at_s - before.at_s for before, after in zip(trace.rows, trace.rows[1:], strict=False)]
+    assert {row.output_len for row in trace.requests} == {150}
+    assert len(trace.requests) / trace.requests[-1].at_s == pytest.approx(4, rel=0.03)
+    gaps = [
+        after.at_s - before.at_s for before, after in zip(trace.requests, trace.requests[1:], strict=False)
+    ]
     assert statistics.stdev(gaps) == pytest.approx(statistics.mean(gaps), rel=0.05), "as Poisson has it"
-    assert shared_tokens(trace.requests()) == 0 and not any(row.hash_ids for row in trace.rows)
+    assert shared_tokens(trace.requests) == 0
 
 
 def test_a_range_is_uniform() -> None:
     prompt = Lengths.parse("--prompt", "100..200")
     trace = drawn_trace(rate=1, prompt=prompt, output=prompt, num_requests=5000)
-    lengths = [row.input_len for row in trace.rows]
+    lengths = [row.input_len for row in trace.requests]
     assert (min(lengths), max(lengths)) == (100, 200) and statistics.mean(lengths) == pytest.approx(
         150, rel=0.02
     )
@@ -37,8 +39,8 @@ def test_a_range_is_uniform() -> None:
 def test_another_rate_has_the_same_requests() -> None:
     lengths = Lengths.parse("--prompt", "900:2000")
     slow, fast = (drawn_trace(rate=r, prompt=lengths, output=lengths, num_requests=50) for r in (1, 2))
-    assert [row.input_len for row in slow.rows] == [row.input_len for row in fast.rows]
-    assert [row.at_s for row in slow.rows] == pytest.approx([2 * row.at_s for row in fast.rows])
+    assert [row.input_len for row in slow.requests] == [row.input_len for row in fast.requests]
+    assert [row.at_s for row in slow.requests] == pytest.approx([2 * row.at_s for row in fast.requests])
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from planner.answer import Estimate
 from planner.cost_model import CostModel
-from planner.estimate import Part, estimate
-from planner.figures import Served, Slo, weighted_quantile
+from planner.figures import Served, Slo, quantile
+from planner.sample import Parts, estimate
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
-from planner.traffic.trace import SimRequest, scaled
+from planner.traffic.trace import SimRequest
 from planner.traffic.windows import Window, draw_windows, whole_window
-from tests.bench.recorded import load_trace
+from tests.bench.recorded import load_trace, scaled
 from tests.sim.workloads import unrelated
 
 SLO = Slo(ttft_s=1.0, itl_s=1.0)
@@ -82,29 +83,24 @@ def found_in(windows: Sequence[Window], serve: Serve = one_server) -> Found:
     for window, run in zip(windows, runs, strict=True):
         num_counted[window.stratum] += len(run)
 
-    def mean(total: Callable[[Answered], float], num: Callable[[Answered], int] = lambda one: 1) -> Estimate:
-        return estimate(
-            [
-                Part(
-                    window.stratum,
-                    window.num_reqs / num_counted[window.stratum],
-                    sum(map(num, run)),
-                    sum(map(total, run)),
-                )
-                for window, run in zip(windows, runs, strict=True)
-            ]
-        )
+    weights = [window.num_reqs / num_counted[window.stratum] for window in windows]
 
-    weighted = [
-        (seen.ttft_s, window.num_reqs / num_counted[window.stratum])
-        for window, run in zip(windows, runs, strict=True)
-        for _, seen, _ in run
-    ]
+    def mean(total: Callable[[Answered], float], num: Callable[[Answered], int] = lambda one: 1) -> Estimate:
+        totals, sizes = (
+            np.array([weight * sum(map(of, run)) for weight, run in zip(weights, runs, strict=True)])
+            for of in (total, num)
+        )
+        return estimate(Parts(totals, sizes, [window.stratum for window in windows]))
+
     return Found(
         good_share=mean(lambda one: one[1].is_good(SLO)),
         cached_share=mean(lambda one: one[2], lambda one: one[0].input_len),
         ttft_mean_s=mean(lambda one: one[1].ttft_s),
-        ttft_p99_s=weighted_quantile(sorted(weighted), 0.99),
+        ttft_p99_s=quantile(
+            [seen.ttft_s for run in runs for _, seen, _ in run],
+            np.repeat(weights, list(map(len, runs))),
+            0.99,
+        ),
     )
 
 

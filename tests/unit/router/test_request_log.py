@@ -111,13 +111,13 @@ async def test_a_log_is_a_trace(
         "\n".join(f"12:03:04.120 INFO    [router-0] {record.message}" for record in caplog.records)
     )
     trace = read_trace(log)
-    assert [row.input_len for row in trace.rows] == [141, 142, 140, 140, 140, 171, 2]
-    assert [row.output_len for row in trace.rows] == [4] * 7
-    assert 0 <= trace.seconds < 60 and [row.at_s for row in trace.rows] == sorted(
-        row.at_s for row in trace.rows
+    assert [row.input_len for row in trace.requests] == [141, 142, 140, 140, 140, 171, 2]
+    assert [row.output_len for row in trace.requests] == [4] * 7
+    assert 0 <= trace.requests[-1].at_s < 60 and [row.at_s for row in trace.requests] == sorted(
+        row.at_s for row in trace.requests
     )
-    requests = list(trace.requests())
-    assert trace.block_tokens == BLOCK_TOKENS
+    requests = list(trace.requests)
+    assert trace.requests[0].block_tokens == BLOCK_TOKENS
     whole = 140 // BLOCK_TOKENS * BLOCK_TOKENS
     assert shared_tokens(requests[:2]) == whole and shared_tokens(requests[1:3]) == 0
     assert shared_tokens(requests[2:5]) == 2 * whole, "choices of one prompt"
