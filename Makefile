@@ -129,7 +129,7 @@ bench: $(DEV)
 bench-peers: $(DEV)
 	@$(BIN)/python -m tests.bench.peers $(ARGS)
 
-# Draw what `make bench ARGS="--save docs/performance"` has measured; fill in docs/performance.md and the README.
+# Fill in docs/performance.md and the README with what `make bench ARGS="--save docs/performance"` has measured.
 bench-page: $(DEV)
 	@$(BIN)/python -m tests.bench.page
 
