@@ -75,7 +75,6 @@ class HeldNode(Node):
         self._order_path = folder / f"{name}.order"
         self._flags = self.argv[self.argv.index("--port") :]
         self._number = 0
-        self.plants: tuple[str, ...] = ()
 
     def _spawn(self) -> Child:
         args = (Role(self.role), self._order_path, self._flags, self._namespace)
@@ -87,7 +86,7 @@ class HeldNode(Node):
         A node that runs has read it on return, or has ended. One that is stopped is continued before it gets one.
         """
         self._number += 1
-        write(self._order_path, Order(number=self._number, plants=self.plants, **fields))
+        write(self._order_path, Order(number=self._number, **fields))
         read_path = self._order_path.with_suffix(".read")
         until(
             lambda: not self.alive or (read_path.exists() and read_path.read_text() == str(self._number)),

@@ -13,7 +13,6 @@ from shared.engine.node_process import BuildRole, Scheduler, builder_of, run_nod
 from shared.timeline import Role
 from tests.fault.matrix.holding import HeldDecode, HeldPrefill, HeldScheduler, Orders
 from tests.fault.matrix.namespaces import enter
-from tests.fault.matrix.plants import install
 
 
 def run_held(role: Role, order_path: Path, flags: Sequence[str], namespace: str = "") -> int:
@@ -24,7 +23,6 @@ def run_held(role: Role, order_path: Path, flags: Sequence[str], namespace: str 
 
     def held_builder_of(role: Role) -> BuildRole:
         def build_held(parts: NodeParts) -> Scheduler:
-            install(role, parts, lambda: orders.current.plants)
             scheduler = builder_of(role)(parts)
             if isinstance(scheduler, PrefillScheduler):
                 holds = HeldPrefill(parts, scheduler, orders).holds

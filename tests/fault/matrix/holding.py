@@ -61,7 +61,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What a node is to do. `number` names the order; `stage` is where `count` sequences are to be held.
 
     With `muster`, the node lets no sequence take room until so many wait for it, so that all go on together. `stall`:
-    the loop stands still. `cut_links`: every link breaks, as often as the order is given. `plants` names faults.
+    the loop stands still. `cut_links`: every link breaks, as often as the order is given.
     """
 
     number: int = 0
@@ -70,7 +70,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     muster: int = 0
     stall: bool = False
     cut_links: bool = False
-    plants: tuple[str, ...] = ()
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):
