@@ -8,8 +8,6 @@ import msgspec
 import pytest
 
 from shared.config import NodeConfig
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import load_library
 from shared.protocol.logprobs import LogprobParams
 from tests.cluster import Answer, Cluster
 from tests.golden.references import Zoo
@@ -64,12 +62,9 @@ def test_alone_on_torch(zoo: Zoo, which: int, overlap: bool) -> None:
     check_equal(config, zoo.prompts("llama"), [which])
 
 
+@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
 def test_together_on_the_native_kernels(zoo: Zoo, overlap: bool) -> None:
     """In bfloat16."""
-    try:
-        load_library()
-    except NativeUnavailable as reason:
-        pytest.skip(f"NO NATIVE KERNELS: {reason}")
     config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=8)
     check_equal(config, zoo.prompts("builtin"), range(len(WANTED)))

@@ -13,8 +13,7 @@ from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
 from shared.timeline import Role
 from tests.fault.matrix.cells import Transport
-from tests.fault.matrix.held_node import run_held
-from tests.fault.matrix.holding import Order, Sight, write
+from tests.fault.matrix.holding import Order, Sight, run_held, write
 from tests.fault.matrix.namespaces import Namespaces
 from tests.forked import Forked
 from tests.modelzoo import make_model
@@ -56,7 +55,7 @@ def make_fleet_key(folder: Path) -> tuple[str, str]:
 
 
 class HeldNode(Node):
-    """A node of `held_node`, and what it is told."""
+    """A node of `run_held`, and what it is told."""
 
     def __init__(
         self,
