@@ -85,8 +85,7 @@ test-clients: $(DEV)
 test-deploy: $(DEV)
 	@$(BIN)/python -m tests.deploy.image $(ARGS)
 
-# Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, churn,
-# abort_storm, soak.
+# Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, churn, soak.
 chaos: $(DEV)
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
