@@ -85,8 +85,7 @@ test-clients: $(DEV)
 test-deploy: $(DEV)
 	@$(BIN)/python -m tests.deploy.image $(ARGS)
 
-# Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, planted, churn,
-# abort_storm, soak.
+# Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, churn, soak.
 chaos: $(DEV)
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
@@ -129,7 +128,7 @@ bench: $(DEV)
 bench-peers: $(DEV)
 	@$(BIN)/python -m tests.bench.peers $(ARGS)
 
-# Draw what `make bench ARGS="--save docs/performance"` has measured; fill in docs/performance.md and the README.
+# Fill in docs/performance.md and the README with what `make bench ARGS="--save docs/performance"` has measured.
 bench-page: $(DEV)
 	@$(BIN)/python -m tests.bench.page
 

@@ -1,4 +1,4 @@
-"""For all tests: how Triton and coroutines run, and how the processes of pytest-xdist share the cores."""
+"""For all tests: how Triton and coroutines run, how processes share the cores, and the logs of fleets that failed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
 from tests.device import device
+from tests.processes import attach_logs
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
@@ -33,6 +35,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("processes"):
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_collection_finish() -> None:
+    """Torch has one thread in each test process: several would fight for the cores."""
+    if device().type == "cpu" and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        attach_logs(item, report)
+    return report
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,3 +73,15 @@ def log_restored() -> Iterator[None]:
     before = (logger.handlers[:], logger.propagate, logger.level)
     yield
     logger.handlers[:], logger.propagate, logger.level = before
+
+
+@pytest.fixture(scope="session")
+def native_kernels() -> None:
+    """For tests that this machine can only run with the native kernels."""
+    from shared.kernels.cpu.build import NativeUnavailable
+    from shared.kernels.cpu.library import load_library
+
+    try:
+        load_library()
+    except NativeUnavailable as reason:
+        pytest.skip(f"NO NATIVE KERNELS: {reason}")

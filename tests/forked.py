@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
+from shared.flags import FlagParser
+from shared.timeline import Role
 from tests.device import device
 
 
@@ -49,6 +52,23 @@ def run_module(module: str, argv: Sequence[str]) -> int:
     sys.argv = [module, *argv]
     code: int = import_module(f"{module}.__main__").main(argv)
     return code
+
+
+def node_parser(default_port: int = 0) -> FlagParser:
+    """That of `prefill-node` and `decode-node`."""
+    parser = make_parser("prefill-node", "A node.")
+    add_net_flags(parser, default_port)
+    add_node_flags(parser)
+    add_fleet_flags(parser)
+    add_log_flags(parser)
+    return parser
+
+
+def run_altered_node(role: Role, flags: Sequence[str], builder_of: Callable[..., object]) -> int:
+    """Run a node whose scheduler `builder_of` builds, as in `run_node`. Returns the exit code."""
+    from shared.engine.node_process import run_node  # loads torch
+
+    return run_node(role, node_config(node_parser(), flags), builder_of)  # type: ignore[arg-type]
 
 
 def _run_logged(log_path: Path, run: Callable[..., int], args: Sequence[object]) -> None:

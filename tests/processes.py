@@ -514,8 +514,8 @@ def print_logs(*processes: Process) -> None:
 
 
 def attach_logs(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Show the logs of a failed test's fleets and routers: called by a conftest's pytest_runtest_makereport."""
-    if not report.failed or not isinstance(item, pytest.Function):
+    """Show the logs of a failed test's fleets and routers."""
+    if not isinstance(item, pytest.Function):
         return
     for value in item.funcargs.values():
         processes = value.processes if isinstance(value, Fleet) else [value]

@@ -48,13 +48,17 @@ class EngineShape:
         device = resolve_device(config.model.device)
         model = resolve_quantization(config.model, model)
         if config.cache.kv_cache_dtype == "int8" and model.head_dim % 4:
-            raise ConfigError(f"--kv-cache-dtype int8: heads of {model.head_dim} elements are no multiple of 4")
+            raise ConfigError(
+                f"--kv-cache-dtype int8: heads of {model.head_dim} elements are no multiple of 4"
+            )
         if (
             config.cache.kv_cache_dtype == "int8"
             and device.type == "cuda"
             and config.model.attention_backend != "torch"
         ):
-            raise ConfigError("--kv-cache-dtype int8: on a GPU only --attention-backend torch reads such pages")
+            raise ConfigError(
+                "--kv-cache-dtype int8: on a GPU only --attention-backend torch reads such pages"
+            )
         return cls(
             name=config.model.model,
             model=model,

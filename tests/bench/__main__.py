@@ -2,7 +2,7 @@
 
 Each bench answers one question: `python -m tests.bench overlap router` runs these two, no name all but those that
 take minutes or need what is not installed. Tables go to stderr; stdout has one JSON object a row, and last of each
-bench one that sums it up. `--save docs/performance` keeps them, for `python -m tests.bench.page` to draw and word.
+bench one that sums it up. `--save docs/performance` keeps them, for `python -m tests.bench.page` to show.
 """
 
 from __future__ import annotations

@@ -43,11 +43,6 @@ class Device:
     """Seconds that forwards have taken so far, whatever was waited for before and after them."""
 
 
-def builtin_device(max_running: int) -> Device:
-    """The built-in model on one core."""
-    return engine_device("builtin", max_running, num_tokens=max_running * CONTEXT_LENGTH)
-
-
 def engine_device(model: str, max_running: int, *, num_tokens: int) -> Device:
     """A node's engine on the first core: `builtin`, or one of the random models."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as a node does
@@ -76,11 +71,11 @@ def _forward_thread_cpu_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def timed_device(max_running: int, *, step_s: float, prompt_token_s: float = 0.0) -> Device:
+def timed_device(max_running: int, *, step_s: float) -> Device:
     """A stand-in for a GPU; see `TimedStream`."""
     cache = CacheOptions()
     num_pages = max_running * CONTEXT_LENGTH // cache.page_size + 1
-    costs = CostModel(a=step_s, b=prompt_token_s, c=0.0, d=step_s, e=0.0, f=0.0)
+    costs = CostModel(a=step_s, b=0.0, c=0.0, d=step_s, e=0.0, f=0.0)
     stream = TimedStream(partial(forward_s, costs))
     return Device(
         name=TIMED,

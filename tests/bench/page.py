@@ -1,9 +1,9 @@
-"""Draws the kept results in docs/performance/ and writes their tables.
+"""Writes the tables of the kept results in docs/performance/.
 
 `python -m tests.bench.page` fills in the README and docs/performance.md. Only what stands between `<!-- NAME -->` and
-`<!-- /NAME -->` is generated. NAME is a bench, for its tables and its drawing, if it has one; `targets` or `machine`;
-`speed`, for the table of the README; or a folder of docs/performance/ with the results of another kind of machine,
-for that machine and the targets that were measured on it.
+`<!-- /NAME -->` is generated. NAME is a bench, for its tables; `targets` or `machine`; `speed`, for the table of the
+README; or a folder of docs/performance/ with the results of another kind of machine, for that machine and the targets
+that were measured on it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.bench.plots import DRAWINGS, draw_all
 from tests.bench.suite import load
 from tests.bench.table import Row
 from tests.bench.targets import targets_table
@@ -26,20 +25,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 PAGES = (PAGE, ROOT / "README.md")
 PEERS = (
-    "workload",
-    "engine",
-    "seconds",
-    "ttft_ms",
-    "tpot_ms",
-    "of_read_limit",
-    "against_best",
-    "first_tokens_agree",
-    "version",
-    "load_s",
-    "kv_mib",
-    "weights_mib",
-    "peak_mib",
-    "proportional_mib",
+    "workload engine seconds ttft_ms tpot_ms of_read_limit against_best first_tokens_agree version load_s "
+    "kv_mib weights_mib peak_mib proportional_mib"
 )
 WORKLOADS = {
     "single": "1 prompt of 512 tokens, 128 out",
@@ -53,108 +40,39 @@ ENGINES = {
     "vllm": "vLLM",
     "openvino": "OpenVINO",
 }
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "decode": (
-        "model",
-        "cores",
-        "kernels",
-        "batch",
-        "context",
-        "step_ms",
-        "tokens_s",
-        "bound_by",
-        "ratio",
-        "ratio_read",
-    ),
-    "prefill": (
-        "model",
-        "cores",
-        "kernels",
-        "cached",
-        "length",
-        "prefill_ms",
-        "tokens_s",
-        "gemm_gflop_s",
-        "ratio",
-        "ratio_all",
-    ),
-    "transfer": ("backend", "slots", "batch_mib", "whole_path_gb_s", "limit", "limit_gb_s", "ratio"),
-    "sockets": ("transport", "batch_mib", "whole_path_gb_s", "raw_tcp_gb_s", "ratio"),
-    "overlap": (
-        "device",
-        "num_running",
-        "added_ms",
-        "forward_ms",
-        "cost_ms",
-        "hidden",
-        "tokens_s_off",
-        "tokens_s_on",
-        "speedup",
-    ),
-    "interference": (
-        "fleet",
-        "gaps",
-        "quiet_p50_ms",
-        "itl_p50_ms",
-        "itl_p99_ms",
-        "itl_max_ms",
-        "ttft_ms",
-        "p99_ratio",
-    ),
+COLUMNS = {
+    "decode": "model cores kernels batch context step_ms tokens_s bound_by ratio ratio_read",
+    "prefill": "model cores kernels cached length prefill_ms tokens_s gemm_gflop_s ratio ratio_all",
+    "attention": "heads batch context cached length call_us call_ms ratio speedup",
+    "scheduling": "policy num_waiting slot_free ignore_eos priority cache_changes step_ms",
+    "router": "workers dialect streams offered_tokens_s tokens_an_event tokens_s_one_core",
+    "memory": "model node after weights_mib kv_mib peak_mib beyond_mib",
+    "transfer": "backend slots batch_mib whole_path_gb_s limit limit_gb_s ratio",
+    "sockets": "transport batch_mib whole_path_gb_s raw_tcp_gb_s ratio",
+    "overlap": "device num_running added_ms forward_ms cost_ms hidden tokens_s_off tokens_s_on speedup",
+    "interference": "fleet gaps quiet_p50_ms itl_p50_ms itl_p99_ms itl_max_ms ttft_ms p99_ratio",
     "trace": (
-        "fleet",
-        "times_recorded_rate",
-        "ttft_p50_ms",
-        "ttft_p99_ms",
-        "itl_p50_ms",
-        "itl_p99_ms",
-        "output_tokens_s",
-        "goodput",
+        "fleet times_recorded_rate ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms output_tokens_s goodput"
     ),
-    "serving": ("streams", "overlap_on", "overlap_off", "cold_ms", "cached_ms", "handoff_ms", "ratio"),
+    "serving": "streams overlap_on overlap_off cold_ms cached_ms handoff_ms ratio",
     "failover": (
-        "what",
-        "prompt_cached",
-        "times",
-        "streams",
-        "context",
-        "moves",
-        "p50_ms",
-        "p99_ms",
-        "limit_ms",
-        "pause_p50_ms",
-        "pause_p99_ms",
-        "prefill_p50_ms",
-        "prefill_p99_ms",
-        "ratio_p50",
-        "ratio_p99",
-        "step_ms",
-        "pause_steps_p50",
-        "pause_steps_p99",
-        "quiet_steps_p50",
-        "quiet_steps_p99",
-        "drain_s",
-        "moved_mib",
-        "gb_s",
-        "transfer_gb_s",
-        "ratio",
-        "longest_pause_p50_ms",
-        "longest_pause_p99_ms",
-        "wrong",
+        "what prompt_cached times streams context moves p50_ms p99_ms limit_ms pause_p50_ms "
+        "pause_p99_ms prefill_p50_ms prefill_p99_ms ratio_p50 ratio_p99 step_ms pause_steps_p50 "
+        "pause_steps_p99 quiet_steps_p50 quiet_steps_p99 drain_s moved_mib gb_s transfer_gb_s ratio "
+        "longest_pause_p50_ms longest_pause_p99_ms wrong"
     ),
-    "cold_start": ("command", "phase", "seconds"),
+    "cold_start": "command phase seconds",
     "peers_llama_160m": PEERS,
     "peers_qwen3_0_6b": PEERS,
 }
-"""What the page's tables show of the rows; the JSON files have the rest. Other benches are shown by their drawing."""
+"""What the page's tables show of the rows; the JSON files have the rest."""
 
 
 def main() -> None:
-    """Draw, and write the pages anew."""
+    """Write the pages anew."""
     folder = PAGE.with_suffix("")
     results = load(folder)
     others = {path.name: load(path) for path in folder.iterdir() if path.is_dir()}
-    draw_all(results, folder)
     for page in PAGES:
         page.write_text(filled(page.read_text(), results, others))
 
@@ -188,9 +106,8 @@ def _generated(name: str, results: Results) -> str:
         return "Not measured."
     result = results[name]
     about = result["machine"]
-    tables = _planner(result) if name == "planner" else _tables(result["rows"], COLUMNS.get(name, ()))
+    tables = _planner(result) if name == "planner" else _tables(result["rows"], COLUMNS[name].split())
     lines = [
-        *([f"![{name}](performance/{name}.svg)", ""] if name in DRAWINGS else []),
         f"{about['date']}, {result['seconds']} s, load before it {about['load_before']:g}.",
         "",
         *tables,
@@ -275,7 +192,7 @@ def _tables(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
     """Markdown: a table for each run of rows with the same columns."""
     lines: list[str] = []
     shown: list[str] = []
-    for row in rows if columns else ():
+    for row in rows:
         has = [column for column in columns if column in row]
         if has != shown:
             lines += ["", f"| {' | '.join(has)} |", f"| {' | '.join('---' for _ in has)} |"]

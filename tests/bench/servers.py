@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.processes import Router
+
 FIRST_TEXT_TOKEN = 256
 START_TIMEOUT_S = 180
-LOG_TAIL_CHARS = 3000
 
 
 @contextmanager
@@ -27,11 +26,16 @@ def servers(flags: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
 
     Those that nobody asks anything cost next to nothing, so that rounds can alternate between them.
     """
-    with ExitStack() as exits:
-        started = {name: exits.enter_context(_started(more)) for name, more in flags.items()}
-        for server in started.values():
-            server.wait_ready()
-        yield {name: server.url for name, server in started.items()}
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, ExitStack() as exits:
+        started = {
+            name: exits.enter_context(Router(Path(folder), *more, name=f"router-{number}"))
+            for number, (name, more) in enumerate(flags.items())
+        }
+        for router in started.values():
+            router.wait_ready(patience_s=START_TIMEOUT_S)
+        yield {name: router.url for name, router in started.items()}
+        for router in started.values():
+            router.stop()
 
 
 @dataclass
@@ -94,42 +98,3 @@ def new_client() -> httpx.AsyncClient:
 def prompt_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
     """A prompt that no other request shares a prefix with."""
     return [rng.randrange(FIRST_TEXT_TOKEN, vocab_size) for _ in range(length)]
-
-
-@dataclass(frozen=True)
-class _Server:
-    process: subprocess.Popen[bytes]
-    url: str
-    log_path: str
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _healthy(self.url):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                with open(self.log_path, errors="replace") as log:
-                    raise RuntimeError(
-                        f"did not start: {self.process.args!r}\n{log.read()[-LOG_TAIL_CHARS:]}"
-                    )
-            time.sleep(0.2)
-
-
-@contextmanager
-def _started(flags: Sequence[str]) -> Iterator[_Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "router", "--port", str(port), "--control-port", "0", *flags]
-    with tempfile.NamedTemporaryFile(prefix="baton-bench-") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            yield _Server(process, f"http://127.0.0.1:{port}", log.name)
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health_generate", timeout=10).status_code == 200
-    except httpx.TransportError:
-        return False

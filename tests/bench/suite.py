@@ -50,48 +50,17 @@ BENCHES: dict[str, Bench] = {
     ),
     "cold_start": Bench(module="cold_start", question="How long does it take to start, and why?"),
     "memory": Bench(module="memory", question="How much memory does a node need beyond weights and KV pool?"),
-    "accuracy": Bench(
-        module="accuracy", question="How far are bf16 logits from those of float32?", only_by_name=True
-    ),
     "quantized": Bench(
         module="quantized", question="How far do quantized weights move the model?", only_by_name=True
     ),
-    "cores": Bench(
-        module="cores", question="What is it worth to pin the threads of forwards?", only_by_name=True
-    ),
-    "long_prompts": Bench(
-        module="long_prompts",
-        question="What do prompts of 100,000 tokens do to a stream beside them?",
-        only_by_name=True,
-    ),
-    "multi_step": Bench(
-        module="multi_step", question="Overlap, or several decode steps a plan?", only_by_name=True
-    ),
-    "simulation": Bench(
-        module="simulation", question="What is each scheduling policy worth on a trace?", only_by_name=True
-    ),
-    "digests": Bench(module="digests", question="What do digests of KV pages cost?", only_by_name=True),
     "sockets": Bench(
         module="sockets",
         question="How fast do KV pages move over gloo, TCP and TLS, against raw TCP?",
         only_by_name=True,
     ),
-    "routing": Bench(
-        module="routing", question="Which routing policy, and what does a split cost?", only_by_name=True
-    ),
     "planner": Bench(
         module="planner",
         question="How far are the planner's predictions from what is measured?",
-        only_by_name=True,
-    ),
-    "choosing": Bench(
-        module="choosing",
-        question="What does it cost the router to choose the nodes of a request?",
-        only_by_name=True,
-    ),
-    "fleet": Bench(
-        module="fleet",
-        question="How long does it take to simulate a fleet of 1,000 nodes?",
         only_by_name=True,
     ),
 }

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
-from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
 from shared.engine.loop_parts import NodeParts
-from shared.engine.node_process import BuildRole, Scheduler, builder_of, run_node
+from shared.engine.node_process import BuildRole, Scheduler, builder_of
 from shared.protocol.messages import Role
 from tests.bench.timed_stream import VOCAB_SIZE, TimedStream, forward_s
-from tests.forked import Forked
+from tests.forked import Forked, run_altered_node
 from tests.processes import Child, Fleet, Node
 
 _FORWARDS = re.compile(r"(\d+) forwards took (\S+) s")
@@ -103,13 +102,8 @@ class TimedNode(Node):
 
 def run_timed_node(role: Role, argv: Sequence[str], costs: CostModel) -> int:
     """As the main function of the role; returns the exit code."""
-    parser = make_parser(f"timed {role} node", "Serves, and waits instead of computing.")
-    add_net_flags(parser, 0)
-    add_node_flags(parser)
-    add_fleet_flags(parser)
-    add_log_flags(parser)
     stream = TimedStream(partial(forward_s, costs))
-    code = run_node(role, node_config(parser, argv), partial(_timed_builder_of, stream))
+    code = run_altered_node(role, argv, partial(_timed_builder_of, stream))
     print(f"{stream.num_forwards} forwards took {stream.busy_s:.6f} s")
     return code
 

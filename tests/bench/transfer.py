@@ -63,7 +63,6 @@ class Setting:
     num_pages: int = NUM_PAGES
     """Of each pool."""
     device: str = "cpu"
-    digested: bool = True
 
     def make_pool(self) -> TokenToKVPool:
         """A pool on the device."""
@@ -124,26 +123,6 @@ class RawGloo:
         return time.perf_counter() - start
 
 
-class Undigested:
-    """A pool whose copies take no digest, to see what digests cost."""
-
-    def __init__(self, pool: TokenToKVPool) -> None:
-        self._pool = pool
-
-    def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
-        return self._pool.gather_nbytes(num_pages, num_layers)
-
-    def gather(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
-    ) -> int:
-        return self._pool.gather(page_ids, first_layer, num_layers, out)
-
-    def scatter(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
-    ) -> int:
-        return self._pool.scatter(page_ids, first_layer, num_layers, src)
-
-
 def prefill_side(pipe: Connection, address: str, port: int, setting: Setting) -> None:
     """The child: sends when told."""
     behave_like_a_node()
@@ -153,7 +132,7 @@ def prefill_side(pipe: Connection, address: str, port: int, setting: Setting) ->
         Endpoint(
             node=NodeRef("p", "p#1", "tcp://nowhere:0"),
             layout=setting.layout,
-            pages=pool if setting.digested else Undigested(pool),
+            pages=pool,
             outbox=control.to_dialled,
             transports=make_transports(setting.options, torch.device(setting.device)),
             clock=time.monotonic,
@@ -212,7 +191,7 @@ class DecodeSide:
             Endpoint(
                 node=NodeRef("d", "d#1", f"tcp://127.0.0.1:{port}"),
                 layout=setting.layout,
-                pages=self.pool if setting.digested else Undigested(self.pool),
+                pages=self.pool,
                 outbox=self.control.to_diallers,
                 transports=make_transports(setting.options, torch.device(setting.device)),
                 clock=time.monotonic,

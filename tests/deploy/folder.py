@@ -9,7 +9,7 @@ from pathlib import Path
 import decode_node.__main__ as decode_node
 import prefill_node.__main__ as prefill_node
 from router.flags import build_parser
-from tests.unit.test_config_cli import node_parser
+from tests.forked import node_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

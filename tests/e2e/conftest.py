@@ -1,19 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import openai
 import pytest
-import torch
 
 from tests.golden.references import Zoo
 from tests.patience import PATIENCE_S
-from tests.processes import Router, attach_logs
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+from tests.processes import Router
 
 
 @pytest.fixture(scope="session")
@@ -28,10 +22,3 @@ def client(router: Router) -> Iterator[openai.OpenAI]:
         base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    attach_logs(item, report)
-    return report

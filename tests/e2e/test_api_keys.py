@@ -13,7 +13,7 @@ from tests.modelzoo import random_prompt
 from tests.patience import PATIENCE_S
 from tests.processes import Fleet, Router
 
-pytestmark = [pytest.mark.processes, pytest.mark.parametrize("topology", ["0P1D", "1P1D"])]
+pytestmark = pytest.mark.processes
 
 PAGE = 16
 TEMPLATE, REST = random_prompt(2 * PAGE + 4, seed=1), random_prompt(2 * PAGE, seed=2)
@@ -49,6 +49,7 @@ def fleet_of(topology: str, zoo: Zoo, folder: Path, *router_flags: str) -> Fleet
     return Fleet(folder, zoo.folder("llama"), topology, flags=flags, router_flags=keys)
 
 
+@pytest.mark.parametrize("topology", ["0P1D", "1P1D"])
 def test_guesses_find_nothing_of_another_keys_prompts(topology: str, zoo: Zoo, tmp_path: Path) -> None:
     with fleet_of(topology, zoo, tmp_path) as fleet:
         router = fleet.router
@@ -69,9 +70,9 @@ def test_guesses_find_nothing_of_another_keys_prompts(topology: str, zoo: Zoo, t
         fleet.stop()
 
 
-def test_a_shared_cache_tells_the_right_guess(topology: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_a_shared_cache_tells_the_right_guess(zoo: Zoo, tmp_path: Path) -> None:
     """It is what the flag permits, and shows that the test above can fail."""
-    with fleet_of(topology, zoo, tmp_path, "--share-cache-across-api-keys") as fleet:
+    with fleet_of("1P1D", zoo, tmp_path, "--share-cache-across-api-keys") as fleet:
         num_cached(fleet.router, "key-of-a", record(PINS[0]))
         right, *wrong = guesses(fleet.router, "key-of-b")
         assert wrong == [2 * PAGE] * len(wrong) and right == 3 * PAGE

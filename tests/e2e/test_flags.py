@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import Process, assert_gone
+from tests.forked import Forked, run_module
+from tests.processes import Child, Process, assert_gone
 
 pytestmark = pytest.mark.processes
 
@@ -67,6 +68,19 @@ REFUSALS = {
 }
 
 
+class Refused(Process):
+    """A router, or a node, which is forked."""
+
+    def __init__(self, name: str, module: str, argv: list[str], folder: Path) -> None:
+        super().__init__(name, module, argv, folder)
+        self._module = module
+
+    def _spawn(self) -> Child:
+        if self._module == "router":
+            return super()._spawn()
+        return Forked(self.log_path, run_module, self._module, self.argv[5:])
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Process, str]]]:
     """All of them at once, and the words that each must say."""
@@ -83,7 +97,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
         }
         processes = {
             name: (
-                Process(
+                Refused(
                     name.replace(" ", "-"),
                     refusal.module,
                     [names.get(flag, flag) for flag in refusal.flags.split()],

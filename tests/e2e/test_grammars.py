@@ -32,10 +32,10 @@ RESPONSE_FORMAT: Any = {
 }
 
 
-@pytest.fixture(scope="module", params=["1P1D", "0P1D"])
-def router(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     flags = (
-        *("--local", request.param, *NODE_FLAGS, "--max-total-tokens", "8192"),
+        *("--local", "1P1D", *NODE_FLAGS, "--max-total-tokens", "8192"),
         *("--local-prefill-tokens", "0", "--debug-checks"),
     )
     with Router(tmp_path_factory.mktemp("grammars"), *flags) as router:

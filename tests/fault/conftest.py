@@ -1,21 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.fault.matrix.fleet_nodes import make_fleet_key
 from tests.fault.matrix.namespaces import Namespaces, why_no_namespaces
 from tests.fault.slow_model import SlowModel
 from tests.modelzoo import make_model
-from tests.processes import Fleet, attach_logs
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+from tests.processes import Fleet
 
 
 @pytest.fixture(scope="session")
@@ -47,10 +41,3 @@ def fleet(shared_fleet: Fleet) -> Fleet:
     """The `shared_fleet` that a module starts, whole and empty, whatever the test before did."""
     shared_fleet.mend()
     return shared_fleet
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    attach_logs(item, report)
-    return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.modelzoo import IM_END_ID, make_model, random_prompt, reference_greedy
+from tests.modelzoo import IM_END_ID, make_model, random_prompt, reference_greedy, reference_greedy_batch
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 24, 4, 128
 LONG = 360
@@ -37,6 +37,10 @@ class SlowModel:
         """One that no node has seen, not even its first tokens."""
         self._count += 1
         return [IM_END_ID + self._count, *random_prompt(length - 1, seed=self._count)]
+
+    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """Of prompts of one length, at once."""
+        return reference_greedy_batch(self.folder, prompts, count)
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
         """By transformers."""

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
 from shared.engine.loop_parts import NodeParts
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.node_process import BuildRole, Scheduler, builder_of, run_node
+from shared.engine.node_process import BuildRole, Scheduler, builder_of
 from shared.timeline import Role
 from tests.fault.matrix.holding import hold
-from tests.forked import Forked
+from tests.forked import Forked, run_altered_node
 from tests.modelzoo import IM_END_ID, random_prompt, reference_greedy
 from tests.patience import until
 from tests.processes import Child, Fleet, Node
@@ -44,12 +43,7 @@ def run_crashing(role: Role, flags: Sequence[str]) -> int:
 
         return build
 
-    parser = make_parser("crashing-node", "A node that a request crashes.")
-    add_net_flags(parser, 0)
-    add_node_flags(parser)
-    add_fleet_flags(parser)
-    add_log_flags(parser)
-    return run_node(role, node_config(parser, flags), crashing_builder_of)
+    return run_altered_node(role, flags, crashing_builder_of)
 
 
 class CrashingNode(Node):
@@ -63,8 +57,7 @@ def fresh_prompt(number: int) -> list[int]:
     return [IM_END_ID + 1 + number, *random_prompt(30, seed=number)]
 
 
-@pytest.mark.parametrize("num_others", [0, 6], ids=["alone", "beside others"])
-@pytest.mark.parametrize("topology", ["2P4D", "0P6D"])
+@pytest.mark.parametrize(("topology", "num_others"), [("2P4D", 6), ("0P6D", 0)])
 def test_it_costs_three_nodes(tiny_model: Path, tmp_path: Path, topology: str, num_others: int) -> None:
     num_new, num_compared = 400, 60
     with Fleet(

@@ -3,14 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.golden.references import Zoo
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

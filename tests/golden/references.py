@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from shared.grammar.xgrammar_backend import XGrammarBackend
+from shared.model.config import load_model_config
 from shared.model.files import resolve_model
 from shared.protocol.sampling_params import SamplingParams
 from tests.modelzoo import (
@@ -151,3 +155,39 @@ def reference_tokens(
         if output_ids[-1] in ends:
             break
     return output_ids
+
+
+def reference_entries(
+    folder: Path, input_ids: Sequence[int], params: SamplingParams, *, jumps: bool = False
+) -> list[list[int]]:
+    """A plain loop under a grammar, with a fresh matcher for each token: what is sampled, each with its jump if any.
+
+    Where `min_new_tokens` excludes all that the grammar wants, anything of that may come.
+    """
+    assert params.grammar is not None
+    model = load_model_config(folder)
+    compiled = XGrammarBackend.load(folder, model.vocab_size, model.eos_token_ids).compile(params.grammar)
+    every, ends = set(range(model.vocab_size)), set(model.eos_token_ids)
+    entries: list[list[int]] = []
+    while True:
+        output_ids = [token for entry in entries for token in entry]
+        matcher = compiled.new_matcher()
+        assert all(map(matcher.accept, output_ids))
+        if matcher.is_terminated or len(output_ids) == params.max_new_tokens:
+            return entries
+        mask = np.zeros((1, -(-model.vocab_size // 32)), dtype=np.int32)
+        matcher.fill_mask(mask, 0)
+        bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: model.vocab_size]
+        allowed = set(np.nonzero(bits)[0].tolist())
+        logits = reference_logits(folder, [*input_ids, *output_ids])[-1].numpy()
+        logits = naive_penalize(logits, params, input_ids, output_ids)
+        if len(output_ids) < params.min_new_tokens and not params.ignore_eos:
+            if allowed <= ends:
+                logits = np.zeros_like(logits)
+            else:
+                allowed -= ends
+        token = naive_sample(logits, params, len(output_ids), every - allowed)
+        assert matcher.accept(token)
+        forced = matcher.forced_tokens()[:-1] if jumps and not matcher.is_terminated else []
+        forced = forced[: params.max_new_tokens - len(output_ids) - 1]
+        entries.append([token, *(forced if len(forced) >= 3 else [])])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
 from shared.engine.build import Engine, build_engine
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
+from shared.scheduling.commit import Outcome
+from shared.scheduling.plan import Plan, ScheduleBatch
 from tests.cluster import Cluster, MakeEngine
 
 GREEDY = SamplingParams(max_new_tokens=32, temperature=0.0, ignore_eos=True)
@@ -57,6 +61,24 @@ def split(config: NodeConfig, make_engine: MakeEngine = real_engine, *, seed: in
 def unsplit(config: NodeConfig) -> Cluster:
     """0P1D: one node that does both."""
     return Cluster(0, 1, real_engine, config)
+
+
+Topology = Callable[..., Cluster]
+topologies = pytest.mark.parametrize("topology", [split, unsplit], ids=["1P1D", "0P1D"])
+overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+
+
+def watch(cluster: Cluster) -> list[ScheduleBatch]:
+    """Everything that d0 launches from now on."""
+    launcher, launched = cluster.nodes["d0"].scheduler._launcher, []
+    turn = launcher.turn
+
+    def watching(plan: Plan) -> Outcome:
+        launched.extend([plan.batch] if plan.batch is not None else [])
+        return turn(plan)
+
+    launcher.turn = watching  # type: ignore[method-assign]
+    return launched
 
 
 class Client:

@@ -9,12 +9,10 @@ import msgspec
 import pytest
 
 from shared.config import NodeConfig
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import load_library
 from shared.protocol.messages import Lend, ReqKey
 from tests.cluster import Answer, Cluster, receiver_of, ref, sender_of
 from tests.golden.references import Zoo
-from tests.golden.serving import GREEDY, node_config, real_engine
+from tests.golden.serving import GREEDY, node_config, overlaps, real_engine
 from tests.golden.test_moves import WANTED
 from tests.golden.test_native import config_of
 
@@ -85,14 +83,11 @@ def test_alone_on_torch(zoo: Zoo, which: int, lender: str) -> None:
     check_equal(config, zoo.prompts("llama"), [which], lender, [Second.CACHED])
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.usefixtures("native_kernels")
+@overlaps
 @pytest.mark.parametrize("lender", LENDERS)
 def test_together_on_the_native_kernels(zoo: Zoo, lender: str, overlap: bool) -> None:
     """In bfloat16, against the node that holds the pages, and against computing all of them."""
-    try:
-        load_library()
-    except NativeUnavailable as reason:
-        pytest.skip(f"NO NATIVE KERNELS: {reason}")
     config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=PAGE)
     without = [Second.CACHED, Second.COMPUTED]
     check_equal(config, zoo.prompts("builtin"), range(len(WANTED)), lender, without)

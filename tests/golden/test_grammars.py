@@ -1,190 +1,261 @@
-"""Outputs under a grammar: 1P1D == one node == a plain transformers loop under the same masks, in float32.
+"""Outputs under a grammar, with jump-forward and without: 1P1D == one node == a plain loop under the same masks.
 
-Greedy and seeded at temperature 1, with overlap and without, after forced retraction, over prefix hits, beside
-requests without a grammar, and resumed from any position.
+Greedy and seeded, with overlap and without, after forced retraction, over prefix hits, beside requests without a
+grammar, and resumed. With jump-forward the plain loop over transformers jumps as well.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-import numpy as np
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from shared.grammar.xgrammar_backend import XGrammarBackend
+from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import Finish
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from tests.cluster import Cluster
-from tests.golden.references import EOS_IDS, Zoo
-from tests.golden.serving import GREEDY, Client, node_config, split, unsplit
-from tests.modelzoo import reference_logits
+from tests.golden.references import Zoo, reference_entries
+from tests.golden.serving import (
+    GREEDY,
+    Client,
+    Topology,
+    node_config,
+    overlaps,
+    split,
+    topologies,
+    unsplit,
+    watch,
+)
 from tests.patience import PATIENCE_S
-from tests.unit.engine.naive_sampler import naive_sample
 
-MODEL = "llama"
-VOCAB_SIZE = 512
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "kind": {"enum": ["page", "node", "token"]},
-        "size": {"type": "integer", "minimum": 0, "maximum": 99},
-        "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
-    },
-    "required": ["kind", "size", "name"],
-}
+
+def schema(**properties: object) -> Grammar:
+    wanted = {"type": "object", "properties": properties, "required": list(properties)}
+    return Grammar("json_schema", json.dumps(wanted))
+
+
 PATTERN = "(ab|cd){1,4}-[0-9]{3}"
-SCHEMA_GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
+SCHEMA = schema(
+    kind={"enum": ["page", "node", "token"]},
+    size={"type": "integer", "minimum": 0, "maximum": 99},
+    name={"type": "string", "pattern": "^[a-z]{1,6}$"},
+)
 REGEX = Grammar("regex", PATTERN)
 EBNF = Grammar("ebnf", 'root ::= item ("," item)*\nitem ::= [a-f] | "(" root ")"')
+LONG_NAMES = schema(
+    customer_identification_number={"type": "integer", "minimum": 0, "maximum": 99},
+    preferred_delivery_address={"type": "string", "pattern": "^[a-z]{1,6}$"},
+    estimated_time_of_arrival={"enum": ["tomorrow morning", "tomorrow evening"]},
+)
+MODELS = {False: "llama", True: "builtin"}
+"""Without jump-forward and with it: the built-in model's tokenizer has words to jump over."""
 PARAMS = {
-    "schema-greedy": SamplingParams(max_new_tokens=200, temperature=0.0, grammar=SCHEMA_GRAMMAR),
-    "schema-seeded": SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, grammar=SCHEMA_GRAMMAR),
-    "schema-ignore-eos": SamplingParams(
-        max_new_tokens=200, temperature=1.0, seed=4, ignore_eos=True, grammar=SCHEMA_GRAMMAR
-    ),
-    "regex-greedy": SamplingParams(max_new_tokens=40, temperature=0.0, grammar=REGEX),
-    "regex-top_p": SamplingParams(max_new_tokens=40, temperature=0.9, top_p=0.8, seed=5, grammar=REGEX),
-    "regex-min_new": SamplingParams(
-        max_new_tokens=40, min_new_tokens=30, temperature=1.0, seed=9, grammar=REGEX
-    ),
-    "ebnf-cut-short": SamplingParams(max_new_tokens=4, temperature=1.0, seed=7, grammar=EBNF),
+    False: {
+        name: SamplingParams(**params)  # type: ignore[arg-type]
+        for name, params in {
+            "greedy": {"max_new_tokens": 200, "temperature": 0.0, "grammar": SCHEMA},
+            "seeded": {"max_new_tokens": 200, "seed": 3, "grammar": SCHEMA},
+            "ignore-eos": {"max_new_tokens": 200, "seed": 4, "ignore_eos": True, "grammar": SCHEMA},
+            "regex-greedy": {"max_new_tokens": 40, "temperature": 0.0, "grammar": REGEX},
+            "regex-top_p": {
+                "max_new_tokens": 40,
+                "temperature": 0.9,
+                "top_p": 0.8,
+                "seed": 5,
+                "grammar": REGEX,
+            },
+            "regex-min_new": {"max_new_tokens": 40, "min_new_tokens": 30, "seed": 9, "grammar": REGEX},
+            "cut-short": {"max_new_tokens": 4, "seed": 7, "grammar": EBNF},
+        }.items()
+    },
+    True: {
+        name: SamplingParams(grammar=LONG_NAMES, **params)  # type: ignore[arg-type]
+        for name, params in {
+            "greedy": {"max_new_tokens": 160, "temperature": 0.0},
+            "seeded": {"max_new_tokens": 160, "seed": 17},
+            "penalized": {
+                "max_new_tokens": 160,
+                "seed": 8,
+                "frequency_penalty": 0.6,
+                "presence_penalty": 0.4,
+                "repetition_penalty": 1.2,
+            },
+            "cut-short": {"max_new_tokens": 7, "temperature": 0.0},
+        }.items()
+    },
 }
-named = pytest.mark.parametrize("name", PARAMS)
-topologies = pytest.mark.parametrize("topology", [split, unsplit], ids=["1P1D", "0P1D"])
 PROMPT = 5
+Entries = dict[bool, dict[str, list[list[int]]]]
+
+jumping = pytest.mark.parametrize("jumps", [False, True], ids=["masks", "jumps"])
 
 
 @pytest.fixture(scope="module")
-def expected(zoo: Zoo) -> dict[str, list[int]]:
-    """A plain loop: logits by transformers, masks by a fresh matcher for each token, a numpy sampler."""
-    folder, ids = zoo.folder(MODEL), zoo.prompts(MODEL)[PROMPT]
-    backend = XGrammarBackend.load(folder, VOCAB_SIZE, EOS_IDS)
-    return {name: plain_loop(folder, ids, params, backend) for name, params in PARAMS.items()}
+def entries(zoo: Zoo) -> Entries:
+    """What is sampled, by `jumps` and name, each with the tokens that are jumped over behind it."""
+    return {
+        jumps: {
+            name: reference_entries(zoo.folder(model), zoo.prompts(model)[PROMPT], params, jumps=jumps)
+            for name, params in PARAMS[jumps].items()
+        }
+        for jumps, model in MODELS.items()
+    }
 
 
-def plain_loop(
-    folder: Path, input_ids: list[int], params: SamplingParams, backend: XGrammarBackend
-) -> list[int]:
-    assert params.grammar is not None
-    compiled = backend.compile(params.grammar)
-    output_ids: list[int] = []
-    while len(output_ids) < params.max_new_tokens:
-        matcher = compiled.new_matcher()
-        assert all(matcher.accept(token) for token in output_ids)
-        mask = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
-        matcher.fill_mask(mask, 0)
-        allowed = {i for i in range(VOCAB_SIZE) if mask[0].view(np.uint32)[i // 32] >> (i % 32) & 1}
-        early = set(EOS_IDS) if len(output_ids) < params.min_new_tokens and not params.ignore_eos else set()
-        if allowed <= early:
-            early = set()
-        masked = (set(range(VOCAB_SIZE)) - allowed) | early
-        logits = reference_logits(folder, [*input_ids, *output_ids])[-1].numpy()
-        if allowed <= set(EOS_IDS) and len(output_ids) < params.min_new_tokens:
-            logits = np.zeros_like(
-                logits
-            )  # min_new_tokens excludes what the grammar wants: any of it will do
-        output_ids.append(naive_sample(logits, params, len(output_ids), masked))
-        if output_ids[-1] in EOS_IDS:
-            break
-    return output_ids
+def flat(entries: list[list[int]]) -> list[int]:
+    return [token for entry in entries for token in entry]
 
 
 @pytest.fixture
-def client_of(zoo: Zoo) -> Iterator[object]:
+def client_of(zoo: Zoo) -> Iterator[Callable[..., Client]]:
     clusters: list[Cluster] = []
 
-    def make(topology: object, **options: object) -> Client:
-        cluster: Cluster = topology(node_config(zoo.folder(MODEL), **options))  # type: ignore[operator,arg-type]
-        clusters.append(cluster)
-        for node in cluster.nodes.values():  # the clock of a cluster is virtual, the compiler's is not
-            for grammar in (SCHEMA_GRAMMAR, REGEX, EBNF):
+    def make(topology: Topology, jumps: bool, **options: object) -> Client:
+        config = node_config(zoo.folder(MODELS[jumps]), **{"enable_jump_forward": jumps, **options})  # type: ignore[arg-type]
+        clusters.append(topology(config))
+        for node in clusters[-1].nodes.values():  # the clock of a cluster is virtual, the compiler's is not
+            for grammar in {params.grammar for params in PARAMS[jumps].values()}:
                 node.engine.grammars.compile(grammar).result(PATIENCE_S)
-        return Client(cluster)
+        return Client(clusters[-1])
 
     yield make
     for cluster in clusters:
         cluster.close()
 
 
-def test_the_expected_outputs_are_what_the_grammars_say(zoo: Zoo, expected: dict[str, list[int]]) -> None:
-    tokenizer = Tokenizer.from_file(str(zoo.folder(MODEL) / "tokenizer.json"))
-    texts = {name: tokenizer.decode(tokens) for name, tokens in expected.items()}
-    for name, text in texts.items():
-        if name.startswith("schema"):
-            found = json.loads(text)
-            assert list(found) == SCHEMA["required"]
-            assert found["kind"] in ("page", "node", "token")
-            assert 0 <= found["size"] <= 99
-            assert re.fullmatch("[a-z]{1,6}", found["name"])
-        if name.startswith("regex"):
-            assert re.fullmatch(PATTERN, text)
-    assert len(expected["ebnf-cut-short"]) == 4
-    assert len(set(texts.values())) == len(texts)
-    assert len(expected["regex-min_new"]) < 30  # the grammar ends before that
+def test_the_expected_outputs_are_what_the_grammars_say(zoo: Zoo, entries: Entries) -> None:
+    for jumps, model in MODELS.items():
+        tokenizer = Tokenizer.from_file(str(zoo.folder(model) / "tokenizer.json"))
+        for name, params in PARAMS[jumps].items():
+            text = tokenizer.decode(flat(entries[jumps][name]))
+            if name == "cut-short":
+                assert len(flat(entries[jumps][name])) == params.max_new_tokens
+            elif params.grammar is REGEX:
+                assert re.fullmatch(PATTERN, text)
+            else:
+                assert list(json.loads(text)) == json.loads(params.grammar.text)["required"]
+            if jumps:
+                assert sum(len(entry) > 1 for entry in entries[jumps][name]) >= (
+                    1 if name == "cut-short" else 3
+                )
+    assert len(flat(entries[False]["regex-min_new"])) < 30  # the grammar ends before that
 
 
-@named
+@jumping
 @topologies
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@overlaps
 def test_alone(
-    zoo: Zoo, expected: dict[str, list[int]], client_of: object, name: str, topology: object, overlap: bool
+    zoo: Zoo,
+    entries: Entries,
+    client_of: Callable[..., Client],
+    jumps: bool,
+    topology: Topology,
+    overlap: bool,
 ) -> None:
-    client: Client = client_of(topology, overlap=overlap)  # type: ignore[operator]
-    key = client.submit(zoo.prompts(MODEL)[PROMPT], PARAMS[name])
-    client.cluster.run_all()
-    assert client.cluster.tokens(key) == expected[name]
-    ended_by_grammar = expected[name][-1] in EOS_IDS
-    finish = client.cluster.router.answers[key].finish
-    assert finish == (Finish("stop", expected[name][-1]) if ended_by_grammar else Finish("length"))
-    client.cluster.assert_idle()
+    client = client_of(topology, jumps, overlap=overlap)
+    for name, wanted in entries[jumps].items():
+        key = client.submit(zoo.prompts(MODELS[jumps])[PROMPT], PARAMS[jumps][name])
+        client.cluster.run_all()
+        assert client.cluster.tokens(key) == flat(wanted)
+        last = wanted[-1][-1]
+        finish = client.cluster.router.answers[key].finish
+        assert finish == (Finish("length") if name == "cut-short" else Finish("stop", last))
+        client.cluster.assert_idle()
 
 
-@topologies
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize(("retract_every", "way"), [(0, "recompute"), (3, "recompute"), (3, "host")])
+OPTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "serial": {"overlap": False},
+    "recompute": {"retract_every": 3},
+    "serial-mixed": {"retract_every": 3, "overlap": False, "enable_mixed_chunk": True},
+    "host": {"retract_every": 3, "retract_policy": "host", "host_kv_tokens": 8192},
+    "uncached": {"disable_radix_cache": True, "chunk": 6},
+}
+
+
+@pytest.mark.parametrize(
+    ("jumps", "topology", "name"),
+    [
+        *((False, topology, name) for topology in (split, unsplit) for name in OPTIONS),
+        *((True, split, name) for name in ("plain", "serial-mixed", "uncached")),
+        *((True, unsplit, name) for name in ("serial", "recompute")),
+    ],
+)
 def test_all_at_once_beside_requests_without_a_grammar(
     zoo: Zoo,
-    expected: dict[str, list[int]],
-    client_of: object,
-    topology: object,
-    overlap: bool,
-    retract_every: int,
-    way: str,
+    entries: Entries,
+    client_of: Callable[..., Client],
+    jumps: bool,
+    topology: Topology,
+    name: str,
 ) -> None:
-    client: Client = client_of(  # type: ignore[operator]
-        topology,
-        overlap=overlap,
-        retract_every=retract_every,
-        retract_policy=way,
-        host_kv_tokens=8192 if way == "host" else 0,
-    )
-    cluster = client.cluster
-    plain = [6, 7, 8]
-    plain_keys = [client.submit(zoo.prompts(MODEL)[i], GREEDY) for i in plain]
-    client.leave_prefix("d0", zoo.prompts(MODEL)[PROMPT][:53])
-    keys = {name: client.submit(zoo.prompts(MODEL)[PROMPT], params) for name, params in PARAMS.items()}
+    options = OPTIONS[name]
+    client = client_of(topology, jumps, **options)
+    cluster, prompts = client.cluster, zoo.prompts(MODELS[jumps])
+    plain = {i: client.submit(prompts[i], GREEDY) for i in (6, 7, 8)}
+    if name != "uncached":
+        client.leave_prefix("d0", prompts[PROMPT][:53])
+    keys = {name: client.submit(prompts[PROMPT], params) for name, params in PARAMS[jumps].items()}
     cluster.run_all()
-    assert {name: cluster.tokens(key) for name, key in keys.items()} == expected
-    assert [cluster.tokens(key) for key in plain_keys] == [zoo.greedy(MODEL, i) for i in plain]
+    assert {name: cluster.tokens(key) for name, key in keys.items()} == {
+        name: flat(wanted) for name, wanted in entries[jumps].items()
+    }
+    assert [cluster.tokens(key) for key in plain.values()] == [zoo.greedy(MODELS[jumps], i) for i in plain]
     count = cluster.nodes["d0"].scheduler.batcher.retraction.count
-    assert bool(count.num_recompute) == (retract_every > 0 and way == "recompute")
-    assert bool(count.num_host) == (way == "host")
+    assert bool(count.num_host) == (name == "host")
+    assert bool(count.num_recompute) == (name in ("recompute", "serial-mixed"))
     cluster.assert_idle()
 
 
-@named
+@jumping
 @topologies
-def test_resumed_at_any_position(
-    zoo: Zoo, expected: dict[str, list[int]], client_of: object, name: str, topology: object
+def test_resumed_behind_any_entry(
+    zoo: Zoo, entries: Entries, client_of: Callable[..., Client], jumps: bool, topology: Topology
 ) -> None:
-    client: Client = client_of(topology)  # type: ignore[operator]
-    tokens = expected[name]
-    seen = [1, len(tokens) // 2, len(tokens) - 1]
-    keys = [client.submit(zoo.prompts(MODEL)[PROMPT], PARAMS[name], output_ids=tokens[:n]) for n in seen]
-    client.cluster.run_all()
-    assert [client.cluster.tokens(key) for key in keys] == [tokens] * len(seen)
+    """At jumps, and the entries beside them."""
+    client = client_of(topology, jumps)
+    for name, wanted in entries[jumps].items():
+        behind_jumps = [n for n, entry in enumerate(wanted, 1) if len(entry) > 1]
+        middle = behind_jumps[0] if behind_jumps else len(wanted) // 2
+        counts = {1, *behind_jumps, middle - 1, middle + 1, len(wanted) - 1}
+        seen = [flat(wanted[:n]) for n in sorted(counts) if 0 < n < len(wanted)]
+        ids = zoo.prompts(MODELS[jumps])[PROMPT]
+        keys = [client.submit(ids, PARAMS[jumps][name], output_ids=output_ids) for output_ids in seen]
+        client.cluster.run_all()
+        assert [client.cluster.tokens(key) for key in keys] == [flat(wanted)] * len(seen)
     client.cluster.assert_idle()
+
+
+@overlaps
+def test_jumps_save_forwards(
+    zoo: Zoo, entries: Entries, client_of: Callable[..., Client], overlap: bool
+) -> None:
+    """As many as tokens are sampled; with overlap a jump, and a stop, have one more in flight, in vain."""
+    num_forwards = {}
+    for jump in (False, True):
+        client = client_of(unsplit, True, overlap=overlap, chunk=512, enable_jump_forward=jump)
+        launched = watch(client.cluster)
+        client.submit(zoo.prompts("builtin")[PROMPT], PARAMS[True]["seeded"])
+        client.cluster.run_all()
+        num_forwards[jump] = len(launched)
+    wanted = entries[True]["seeded"]
+    num_jumps = sum(len(entry) > 1 for entry in wanted)
+    assert num_forwards[True] == len(wanted) + overlap * (num_jumps + 1)
+    assert num_forwards[True] < 0.75 * num_forwards[False]
+
+
+def test_who_wants_logprobs_has_every_token_sampled(zoo: Zoo, client_of: Callable[..., Client]) -> None:
+    outputs = []
+    for jump, logprobs in ((False, None), (True, LogprobParams())):
+        client = client_of(split, True, enable_jump_forward=jump)
+        params = msgspec.structs.replace(PARAMS[True]["seeded"], max_new_tokens=30, logprobs=logprobs)
+        key = client.submit(zoo.prompts("builtin")[PROMPT], params)
+        client.cluster.run_all()
+        outputs.append(client.cluster.tokens(key))
+        logprobs_by_position = client.cluster.router.answers[key].logprobs
+        assert len(logprobs_by_position) == (len(outputs[-1]) if logprobs else 0)
+    assert outputs[0] == outputs[1]

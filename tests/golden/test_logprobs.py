@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,9 +13,9 @@ import torch
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams, TokenBias
-from tests.cluster import Answer, Cluster
+from tests.cluster import Answer
 from tests.golden.references import Zoo, reference_tokens
-from tests.golden.serving import Client, node_config, split, unsplit
+from tests.golden.serving import Client, Topology, node_config, overlaps, split, topologies, unsplit
 from tests.modelzoo import reference_logits
 
 TOLERANCE = 2e-4
@@ -23,8 +23,6 @@ TOLERANCE = 2e-4
 PROMPT = 4
 NUM_NEW = 16
 TOP, IDS = 5, (3, 400, 77)
-topologies = pytest.mark.parametrize("topology", [split, unsplit], ids=["1P1D", "0P1D"])
-Topology = Callable[..., Cluster]
 
 
 def wanted(start_len: int = -1) -> LogprobParams:
@@ -94,7 +92,7 @@ def tokens(zoo: Zoo) -> list[int]:
 @topologies
 @pytest.mark.parametrize("start_len", [-1, 0, 33, 138, 139])
 @pytest.mark.parametrize("chunk", [20, 23, 512])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@overlaps
 def test_prompt_and_output(
     zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, start_len: int, chunk: int, overlap: bool
 ) -> None:
@@ -129,7 +127,7 @@ def test_a_cached_prompt_is_computed_as_far_as_asked(
 
 
 @topologies
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@overlaps
 @pytest.mark.parametrize("host_kv_tokens", [0, 4096], ids=["recompute", "host"])
 def test_retraction_tells_no_position_twice(
     zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, overlap: bool, host_kv_tokens: int
@@ -224,22 +222,3 @@ def test_they_are_the_models_own_whatever_is_sampled(zoo: Zoo, llama: Path, topo
         key = submit_beside_others(zoo, Client(cluster), params)
         cluster.run_all()
         check(llama, ids, tokens, cluster.router.answers[key], params)
-
-
-def test_split_and_unsplit_agree(zoo: Zoo, llama: Path) -> None:
-    """Within rounding of each other, over a page size that cuts the prompt unevenly."""
-    answers: list[Answer] = []
-    config = node_config(llama, chunk=23)
-    for topology in (split, unsplit):
-        with topology(config) as cluster:
-            key = submit_beside_others(zoo, Client(cluster), greedy(0))
-            cluster.run_all()
-            answers.append(cluster.router.answers[key])
-    one, other = answers
-    assert one.input_logprobs is not None
-    assert other.input_logprobs is not None
-    for a, b in [
-        *zip(one.input_logprobs, other.input_logprobs, strict=True),
-        *((one.logprobs[i], other.logprobs[i]) for i in range(NUM_NEW)),
-    ]:
-        assert a.logprob == pytest.approx(b.logprob, abs=TOLERANCE)

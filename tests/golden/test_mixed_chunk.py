@@ -8,11 +8,8 @@ import msgspec
 import pytest
 
 from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.commit import Outcome
-from shared.scheduling.plan import Plan, ScheduleBatch
-from tests.cluster import Cluster
 from tests.golden.references import Zoo, reference_tokens
-from tests.golden.serving import GREEDY, Client, node_config, unsplit
+from tests.golden.serving import GREEDY, Client, node_config, overlaps, unsplit, watch
 from tests.modelzoo import random_prompt, reference_greedy
 
 STREAMS = {
@@ -26,20 +23,7 @@ LONG = 300
 CHUNK = 24
 
 
-def watch(cluster: Cluster) -> list[ScheduleBatch]:
-    """Everything that d0 launches from now on."""
-    launcher, launched = cluster.nodes["d0"].scheduler._launcher, []
-    turn = launcher.turn
-
-    def watching(plan: Plan) -> Outcome:
-        launched.extend([plan.batch] if plan.batch is not None else [])
-        return turn(plan)
-
-    launcher.turn = watching  # type: ignore[method-assign]
-    return launched
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@overlaps
 @pytest.mark.parametrize("retract_every", [0, 5])
 def test_a_long_prompt_beside_running_streams(
     zoo: Zoo, llama: Path, overlap: bool, retract_every: int

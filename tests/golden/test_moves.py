@@ -8,12 +8,10 @@ import msgspec
 import pytest
 
 from shared.config import NodeConfig
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import load_library
 from shared.protocol.logprobs import LogprobParams
 from tests.cluster import Answer, Cluster
 from tests.golden.references import Zoo
-from tests.golden.serving import GREEDY, node_config, real_engine
+from tests.golden.serving import GREEDY, node_config, overlaps, real_engine
 from tests.golden.test_native import config_of
 from tests.golden.test_retraction_ways import PENALIZED, SEEDED
 
@@ -56,7 +54,7 @@ def check_equal(config: NodeConfig, prompts: Sequence[list[int]], which: Sequenc
         assert sorted(other.logprobs) == list(range(len(other.token_ids)))
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@overlaps
 @pytest.mark.parametrize("which", range(len(WANTED)))
 def test_alone_on_torch(zoo: Zoo, which: int, overlap: bool) -> None:
     """In float32. One at a time: torch sums in another order where a batch has another size."""
@@ -64,12 +62,9 @@ def test_alone_on_torch(zoo: Zoo, which: int, overlap: bool) -> None:
     check_equal(config, zoo.prompts("llama"), [which])
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.usefixtures("native_kernels")
+@overlaps
 def test_together_on_the_native_kernels(zoo: Zoo, overlap: bool) -> None:
     """In bfloat16."""
-    try:
-        load_library()
-    except NativeUnavailable as reason:
-        pytest.skip(f"NO NATIVE KERNELS: {reason}")
     config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=8)
     check_equal(config, zoo.prompts("builtin"), range(len(WANTED)))

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from shared.config import NodeConfig
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import load_library
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import Cluster
@@ -28,12 +26,7 @@ P_PREFIX, D_PREFIX = 37, 53
 PARAMS = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _native_kernels() -> None:
-    try:
-        load_library()
-    except NativeUnavailable as reason:
-        pytest.skip(f"NO NATIVE KERNELS: {reason}")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 @dataclass(frozen=True)

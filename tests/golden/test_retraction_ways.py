@@ -10,7 +10,7 @@ import pytest
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from tests.cluster import Cluster
 from tests.golden.references import Zoo, reference_tokens
-from tests.golden.serving import GREEDY, Client, node_config, real_engine
+from tests.golden.serving import GREEDY, Client, node_config, overlaps, real_engine
 
 PENALIZED = SamplingParams(
     max_new_tokens=32,
@@ -61,7 +61,7 @@ def params_of(i: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1], ids=["0P1D", "1P1D"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@overlaps
 @pytest.mark.parametrize("name", CASES)
 def test_every_output_is_the_reference(
     zoo: Zoo,

@@ -14,10 +14,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -37,12 +36,6 @@ DRY_LIMITS = 6.0
 """A dry run is not for measuring, and may be on a slow machine: its boxes are so many times as long."""
 
 
-class RunOne(Protocol):
-    """`run_step`, or a fake of it."""
-
-    def __call__(self, name: str, step: Step, limit_s: float, out: Path, *, dry: bool) -> list[Row]: ...
-
-
 def main() -> int:
     options = _options()
     leave_on_signals()
@@ -55,20 +48,10 @@ def main() -> int:
 class Run:
     """A command and what it has found so far. Its JSON is written after each step, so little is lost with it."""
 
-    def __init__(
-        self,
-        command: str,
-        steps: Mapping[str, Step],
-        out: Path,
-        *,
-        dry: bool,
-        run_one: RunOne | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, command: str, steps: Mapping[str, Step], out: Path, *, dry: bool) -> None:
         self._command, self._steps, self._out, self._dry = command, steps, out, dry
-        self._run_one, self._clock = run_one or run_step, clock
         self._rows: list[tuple[str, Row]] = []
-        self._begun = clock()
+        self._begun = time.monotonic()
 
     def to_its_end(self) -> int:
         """Run all steps, print the table. Returns the exit code, also after a signal that has told it to leave."""
@@ -96,7 +79,7 @@ class Run:
         reserved_s = sum(self._steps[other].limit_s for other in later)
         limit_s = longer * (LIMIT_S - reserved_s) - self._seconds
         print(f"{name}: {step.asks} (at most {limit_s:.0f} s)", file=sys.stderr, flush=True)
-        rows = self._run_one(name, step, limit_s, self._out, dry=self._dry)
+        rows = run_step(name, step, limit_s, self._out, dry=self._dry)
         self._rows += [(name, row) for row in rows]
 
     def _print(self) -> int:
@@ -116,7 +99,7 @@ class Run:
 
     @property
     def _seconds(self) -> float:
-        return self._clock() - self._begun
+        return time.monotonic() - self._begun
 
     def _write(self, left: Sequence[str]) -> None:
         """Replace the JSON as a whole. `left` names the steps that have not ended."""
@@ -133,23 +116,7 @@ class Run:
         scratch.rename(self._path)
 
 
-def within(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit code of a process, or None if it has not ended after `limit_s`."""
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def run_step(
-    name: str,
-    step: Step,
-    limit_s: float,
-    out: Path,
-    *,
-    dry: bool,
-    wait: Callable[[subprocess.Popen[bytes], float], int | None] = within,
-) -> list[Row]:
+def run_step(name: str, step: Step, limit_s: float, out: Path, *, dry: bool) -> list[Row]:
     """Run one step to its end, or to that of its box. What it has not said itself is a row of its own."""
     if limit_s < LEAST_S:
         return [Row(what=name, verdict=Verdict.SKIP, note="no time left for it")]
@@ -168,7 +135,9 @@ def run_step(
             start_new_session=True,
         )
         try:
-            code = wait(process, limit_s)
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
         finally:
             end_step(process)
     rows = rows_of(out, name)

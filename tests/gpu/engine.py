@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
+from shared.cli import node_config
 from shared.config import NodeConfig
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from tests.bench.devices import Device
 from tests.bench.forwards import Forwards
 from tests.bench.overlap import Steps
+from tests.forked import node_parser
 from tests.gpu.limits import measured
 from tests.gpu.rows import Row, Target, Verdict, figure
 from tests.gpu.shapes import Model, dummy_model
@@ -158,16 +159,11 @@ class Bench:
 
     def _config(self, max_batch: int, context: int, max_prompt: int) -> NodeConfig:
         tokens = max(max_batch * (context + 16), max_prompt + 16, max(IDLE_BATCHES) * 1024)
-        parser = make_parser("engine", "")
-        add_net_flags(parser, 0)
-        add_node_flags(parser)
-        add_fleet_flags(parser)
-        add_log_flags(parser)
         flags = [*self.model.flags, *MODES[self.mode], "--device", self.place.device]
         flags += ["--mem-fraction-static", "0.9"]
         flags += ["--chunked-prefill-size", str(max_prompt)]
         flags += ["--max-total-tokens", str(tokens), "--max-running-requests", str(max(max_batch, 64))]
-        return node_config(parser, flags)
+        return node_config(node_parser(), flags)
 
     def _nbytes(self, batch: int, context: int) -> int:
         return self.model.shape.weight_nbytes + batch * context * self.model.shape.kv_nbytes

@@ -7,7 +7,6 @@ from functools import partial
 from typing import get_args
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -17,8 +16,6 @@ from shared.protocol.messages import Struct
 from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
 from tests.fake_network import Faults
 from tests.unit.kvtransfer.world import DecodeHost, PrefillHost, World, key
-
-torch.set_num_threads(1)
 
 MESSAGES: tuple[type[Struct], ...] = get_args(SenderToReceiver | ReceiverToSender)
 PAIRS = [("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")]

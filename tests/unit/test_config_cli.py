@@ -7,27 +7,11 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from shared.cli import (
-    add_fleet_flags,
-    add_log_flags,
-    add_net_flags,
-    add_node_flags,
-    make_parser,
-    node_argv,
-    node_config,
-)
+from shared.cli import add_node_flags, node_argv, node_config
 from shared.config import NodeConfig
 from shared.cpu_cores import CpuCores
-from shared.flags import FlagParser, fraction, options_of, whole
-
-
-def node_parser() -> FlagParser:
-    parser = make_parser("prefill-node", "A node.")
-    add_net_flags(parser, 7100)
-    add_node_flags(parser)
-    add_fleet_flags(parser)
-    add_log_flags(parser)
-    return parser
+from shared.flags import fraction, options_of, whole
+from tests.forked import node_parser
 
 
 def local_parser() -> argparse.ArgumentParser:
@@ -71,7 +55,7 @@ def flat(part: object) -> dict[str, object]:
 
 
 def test_no_flag_gives_the_defaults_of_the_configuration() -> None:
-    ours, defaults = flat(node_config(node_parser(), [])), flat(NodeConfig())
+    ours, defaults = flat(node_config(node_parser(7100), [])), flat(NodeConfig())
     assert ours.pop("net.port") == 7100
     assert defaults.pop("net.port") == 0
     assert ours == defaults

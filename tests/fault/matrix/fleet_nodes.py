@@ -13,8 +13,7 @@ from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
 from shared.timeline import Role
 from tests.fault.matrix.cells import Transport
-from tests.fault.matrix.held_node import run_held
-from tests.fault.matrix.holding import Order, Sight, write
+from tests.fault.matrix.holding import Order, Sight, run_held, write
 from tests.fault.matrix.namespaces import Namespaces
 from tests.forked import Forked
 from tests.modelzoo import make_model
@@ -57,7 +56,7 @@ def make_fleet_key(folder: Path) -> tuple[str, str]:
 
 
 class HeldNode(Node):
-    """A node of `held_node`, and what it is told."""
+    """A node of `run_held`, and what it is told."""
 
     def __init__(
         self,
@@ -76,7 +75,6 @@ class HeldNode(Node):
         self._order_path = folder / f"{name}.order"
         self._flags = self.argv[self.argv.index("--port") :]
         self._number = 0
-        self.plants: tuple[str, ...] = ()
 
     def _spawn(self) -> Child:
         args = (Role(self.role), self._order_path, self._flags, self._namespace)
@@ -88,7 +86,7 @@ class HeldNode(Node):
         A node that runs has read it on return, or has ended. One that is stopped is continued before it gets one.
         """
         self._number += 1
-        write(self._order_path, Order(number=self._number, plants=self.plants, **fields))
+        write(self._order_path, Order(number=self._number, **fields))
         read_path = self._order_path.with_suffix(".read")
         until(
             lambda: not self.alive or (read_path.exists() and read_path.read_text() == str(self._number)),

@@ -24,7 +24,16 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "baton_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     "baton_rotary_cos_sin": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),
     "baton_norm_rope_write": (
-        *(_Pointer, _Pointer, *(_Int,) * 4, _Pointer, _Float, *(_Pointer,) * 3, *(_Int,) * 2, *(_Pointer,) * 3),
+        *(
+            _Pointer,
+            _Pointer,
+            *(_Int,) * 4,
+            _Pointer,
+            _Float,
+            *(_Pointer,) * 3,
+            *(_Int,) * 2,
+            *(_Pointer,) * 3,
+        ),
     ),
 }
 

@@ -19,7 +19,6 @@ from shared.kernels.cpu.build import (
     invalid_cxx,
     open_library,
 )
-from shared.kernels.cpu.library import load_library
 from tests.patience import PATIENCE_S
 
 COMPILER = """#!/bin/sh
@@ -193,12 +192,9 @@ def test_a_library_that_cannot_be_loaded(compiler: Compiler) -> None:
         open_library("one", [compiler.source], [compiler.header])
 
 
+@pytest.mark.usefixtures("native_kernels")
 def test_threads_that_cannot_start() -> None:
     """An exception of C++ would end the process."""
-    try:
-        load_library()
-    except NativeUnavailable as e:
-        pytest.skip(f"NO NATIVE KERNELS: {e}")
     script = """if True:
         import resource
         from pathlib import Path

@@ -148,7 +148,9 @@ def test_codes_of_rows_are_those_of_the_definition(team: Team, k: int, group: in
     codes_MGK, scales_MG = quantize_rows(in_groups(x_MK, group))
     codes = quantize(team, x_MK, group)
     assert torch.equal(codes.values_MK, codes_MGK.flatten(1)) and torch.equal(codes.scales_MG, scales_MG)
-    assert torch.equal(codes.sums_MG, codes_MGK.flatten(1).int().unflatten(1, (-1, group)).sum(2, dtype=torch.int32))
+    assert torch.equal(
+        codes.sums_MG, codes_MGK.flatten(1).int().unflatten(1, (-1, group)).sum(2, dtype=torch.int32)
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -11,8 +11,7 @@ import torch
 
 from shared.engine.sampler import draw
 from shared.engine.sampling_inputs import DrawInputs
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import Team, load_library
+from shared.kernels.cpu.library import Team
 from shared.kernels.cpu.sampling import Sampling, sample
 from tests.patience import PATIENCE_S
 
@@ -135,12 +134,9 @@ def test_broken_logits_give_a_token_of_the_vocabulary(team: Team, broken: float)
     assert all(0 <= token < 100 for token in tokens)
 
 
+@pytest.mark.usefixtures("native_kernels")
 def test_want_of_memory_is_an_error_of_this_call_alone() -> None:
     """A thread of the team that does not catch what it throws would end the process."""
-    try:
-        load_library()
-    except NativeUnavailable as e:
-        pytest.skip(f"NO NATIVE KERNELS: {e}")
     script = """if True:
         import resource
         from pathlib import Path

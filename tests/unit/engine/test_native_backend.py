@@ -31,8 +31,6 @@ from shared.engine.sampling_inputs import (
 )
 from shared.engine.torch_ops import TorchTokens
 from shared.errors import ConfigError
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import load_library
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.packed_weights import native_obstacle
@@ -50,12 +48,7 @@ BF16_FACTOR = 1.1
 """The native path rounds to bf16 in a subset of the places where torch does: its residual stream stays float32."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _native_kernels() -> None:
-    try:
-        load_library()
-    except NativeUnavailable as reason:
-        pytest.skip(f"NO NATIVE KERNELS: {reason}")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import load_library
 from shared.model.files import resolve_model
 from tests.quantized_accuracy import (
     ON_LOAD,
@@ -23,12 +21,7 @@ LOST = {"W8A8": 0.0, "W4A16 g32": 0.001, "GPTQ g128": 0.001, "FP8 blocks": 0.000
 """Nats that may be lost beside: to activations of 8 bits where only weights are quantized there, and to bf16."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _native_kernels() -> None:
-    try:
-        load_library()
-    except NativeUnavailable as reason:
-        pytest.skip(f"NO NATIVE KERNELS: {reason}")
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.modelzoo import make_model
 
 ModelFolder = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
