@@ -1,4 +1,4 @@
-"""Codes of 8 bits for rows, made anew for each token: x is about code * scale, where the largest |x| has the code 127.
+"""Codes of 8 bits for rows, made anew for each token: x is about code * scale. The largest |x| has the code 127.
 
 Activations of quantized layers and KV pages of int8 have them. `src/quantize.h` is the native twin. vLLM and SGLang
 compute the same for dynamic activations per token.

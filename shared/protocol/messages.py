@@ -98,7 +98,7 @@ class NodeRef(Record, frozen=True):
 
 
 def kv_row_nbytes(head_dim: int, dtype: str) -> int:
-    """Bytes of the K or the V of a token and a head, in pages of `dtype`: int8 has a float32 scale beside its codes."""
+    """Bytes of the K or the V of a token and a head, in pages of `dtype`: int8 has a float32 scale too."""
     return head_dim * {"float32": 4, "int8": 1}.get(dtype, 2) + (4 if dtype == "int8" else 0)
 
 

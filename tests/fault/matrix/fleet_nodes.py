@@ -117,7 +117,7 @@ def make_matrix_model(folder: Path, **overrides: int) -> Path:
 
 
 def make_matrix_models(folder: Path) -> dict[Transport, Path]:
-    """The model of each transport: over shared memory in bf16, over the others W8A8 (with KV of int8, `link_flags`)."""
+    """The model of each transport: bf16 over shared memory, else W8A8 (with KV of int8, `link_flags`)."""
     dense = make_matrix_model(folder / "dense")
     w8a8 = quantize_folder(dense, folder / "w8a8", compressed_tensors(8, activations=True))
     return {transport: dense if transport is Transport.SHM else w8a8 for transport in Transport}
