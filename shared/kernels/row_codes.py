@@ -30,5 +30,5 @@ def split_codes(pages_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     *_, page_size, row_nbytes = pages_SE.shape
     head_dim = row_nbytes - 4
     head_E = pages_SE.flatten(-2)
-    codes_SD = head_E[..., : page_size * head_dim].unflatten(-1, (page_size, head_dim))
+    codes_SD = head_E[..., : page_size * head_dim].view(*pages_SE.shape[:-1], head_dim)
     return codes_SD, head_E[..., page_size * head_dim :].view(torch.float32)
