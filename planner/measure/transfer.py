@@ -71,7 +71,7 @@ class Shape:
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
-            dtype=getattr(torch, layout.dtype),
+            dtype=getattr(torch, layout.kv_cache_dtype or layout.dtype),
             device=device,
             mover=new_page_mover(self.config.model.attention_backend, device),
         )
