@@ -1,0 +1,89 @@
+"""What does a KV cache of int8 save, in memory and in decode steps?
+
+The same model twice in one process, with KV pages of bf16 and of int8 (`--kv-cache-dtype`), each step in turn with the
+other's:
+
+    speedup      step over bf16 / step over int8, the median of pairs
+    kv_ratio     bytes of a token's KV, in memory and in every transfer, int8 / bf16
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
+from tests.bench.forwards import PAGE_SIZE, Forwards
+from tests.bench.machine import usable_cores
+from tests.bench.models import SHAPES, write_configs
+from tests.bench.rounds import in_turn
+from tests.bench.stats import figure, ratios
+from tests.bench.table import Row
+
+MODEL, CONTEXTS, BATCHES = "qwen3-0.6b", (2048, 8192), (1, 4)
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """On one core and on all."""
+    cores = usable_cores()
+    yield from measure(cores[:1])
+    if len(cores) > 1:
+        yield from measure(cores)
+
+
+def measure(cores: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The rows of some cores."""
+    shape = replace(SHAPES[MODEL], context_length=max(CONTEXTS))
+    with tempfile.TemporaryDirectory() as folder:
+        write_configs(Path(folder), shape)
+        engines = [
+            Forwards(
+                NodeConfig(
+                    model=ModelOptions(
+                        model=folder, load_format="dummy", cpu_cores=CpuCores(len(cores), tuple(cores))
+                    ),
+                    cache=CacheOptions(
+                        max_total_tokens=max(BATCHES) * max(CONTEXTS),
+                        page_size=PAGE_SIZE,
+                        kv_cache_dtype=kv_cache_dtype,
+                    ),
+                    schedule=ScheduleOptions(max_running_requests=max(BATCHES)),
+                ),
+                shape,
+            )
+            for kv_cache_dtype in ("auto", "int8")
+        ]
+    nbytes = [engine.engine.layout.nbytes_per_token for engine in engines]
+    try:
+        for context in CONTEXTS:
+            for batch in BATCHES:
+                bf16_s, int8_s = in_turn(
+                    [partial(engine.seconds, engine.decode(batch, context)) for engine in engines]
+                )
+                yield {
+                    "bench": "kv_bits",
+                    "model": MODEL,
+                    "cores": len(cores),
+                    "batch": batch,
+                    "context": context,
+                    "kv_ratio": round(nbytes[1] / nbytes[0], 3),
+                    **figure("bf16_ms", [1e3 * s for s in bf16_s]),
+                    **figure("int8_ms", [1e3 * s for s in int8_s]),
+                    **figure("speedup", ratios(bf16_s, int8_s)),
+                }
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The least speedup of the longest context, and the bytes."""
+    return {
+        "least_speedup_at_8k": min(row["speedup"] for row in rows if row["context"] == max(CONTEXTS)),
+        "kv_ratio": rows[0]["kv_ratio"],
+    }
