@@ -35,7 +35,6 @@ from router.api.messages_api import messages_routes
 from router.api.openai_api import openai_routes
 from router.api.openapi import ERRORS, openapi_document
 from router.api.prefix_hashes import PrefixHasher
-from router.api.profile_api import profile_routes
 from router.api.request_log import RequestLog
 from router.api.responses_api import responses_routes
 from router.api.service_api import control_routes, health_routes, info_routes
@@ -146,7 +145,6 @@ def create_api(service: Service) -> FastAPI:
     app.include_router(fleet_admin_routes(membership, service.changes, guards))
     app.include_router(live_routes(service.live))
     serve_page(app)
-    app.include_router(profile_routes(membership, admin_only))
     app.include_router(control_routes(membership, service.abort, admin_only))
     for kind, answer in (
         (RequestError, _on_request_error),

@@ -28,30 +28,6 @@ _MAX_START_LEN = 2**31 - 1
 StartLen = Annotated[int, Field(ge=OUTPUTS_ONLY, le=_MAX_START_LEN)]
 ScoredIds = Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS_LOGPROB)]
 
-ReturnLogprob = Annotated[
-    bool | list[bool | None],
-    one_or_more("true or false, or a list of them", "bool", bool | None),
-    about("Tell the logprobs of output tokens."),
-]
-LogprobStartLen = Annotated[
-    int | list[int | None],
-    one_or_more("an integer or a list of integers", "int", StartLen | None),
-    about("Tell those of prompt tokens too, from this position on; -1: of none."),
-]
-TopLogprobsNum = Annotated[
-    int | list[int | None],
-    one_or_more("an integer or a list of integers", "int", TopNum | None),
-    about("And of so many of the likeliest tokens at each position."),
-]
-TokenIdsLogprob = Annotated[
-    list[int] | list[list[int] | None] | None,
-    OneOf(
-        "a list of token ids, or a list of such lists",
-        {"list[int]": ScoredIds, "list[list]": Annotated[list[ScoredIds | None], FailFast()]},
-    ),
-    about("And of these tokens at each position."),
-]
-
 
 class NativeSampling(SamplingBody):
     """`sampling_params` of /generate, with SGLang's names."""
@@ -102,10 +78,22 @@ class GenerateBody(Body):
     add_special_tokens: AddSpecialTokens = True
     stream: bool = about("Send events, each with all that there is so far.", False)
     rid: Rids = None
-    return_logprob: ReturnLogprob = False
-    logprob_start_len: LogprobStartLen = OUTPUTS_ONLY
-    top_logprobs_num: TopLogprobsNum = 0
-    token_ids_logprob: TokenIdsLogprob = None
+    return_logprob: Annotated[
+        bool | list[bool | None], one_or_more("true or false, or a list of them", "bool", bool | None)
+    ] = about("Tell the logprobs of output tokens.", False)
+    logprob_start_len: Annotated[
+        int | list[int | None], one_or_more("an integer or a list of integers", "int", StartLen | None)
+    ] = about("Tell those of prompt tokens too, from this position on; -1: of none.", OUTPUTS_ONLY)
+    top_logprobs_num: Annotated[
+        int | list[int | None], one_or_more("an integer or a list of integers", "int", TopNum | None)
+    ] = about("And of so many of the likeliest tokens at each position.", 0)
+    token_ids_logprob: Annotated[
+        list[int] | list[list[int] | None] | None,
+        OneOf(
+            "a list of token ids, or a list of such lists",
+            {"list[int]": ScoredIds, "list[list]": Annotated[list[ScoredIds | None], FailFast()]},
+        ),
+    ] = about("And of these tokens at each position.", None)
     return_text_in_logprobs: bool = about("Tell the text of each token too.", False)
     return_timeline: ReturnTimeline = False
     priority: Priority = 0

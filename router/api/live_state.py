@@ -36,32 +36,6 @@ from router.text.served_model import ModelSlot
 from shared.protocol.messages import LinkReport, Role
 from shared.timeline import Clock
 
-
-def links_words(links: Iterable[LinkReport]) -> list[str]:
-    """A text for each transport and each set of reasons why it is not a better one.
-
-    It has what rehearsals measured, and how many of these links are much slower now.
-    """
-    alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[LinkReport]] = {}
-    for link in links:
-        alike.setdefault((link.transport, tuple(link.passed_over.items())), []).append(link)
-    return [_words(transport, passed_over, of) for (transport, passed_over), of in sorted(alike.items())]
-
-
-def _words(transport: str, passed_over: Sequence[tuple[str, str]], links: Sequence[LinkReport]) -> str:
-    text = f"{len(links)} {transport}"
-    if rates := [link.gb_s for link in links if link.gb_s]:
-        text += f", {_range(rates)} GB/s, {_range([link.latency_ms for link in links])} ms"
-    if slow := [link.slow_gb_s for link in links if link.slow_gb_s]:
-        text += f", {len(slow)} slow now: {_range(slow)} GB/s"
-    return "; ".join([text, *(f"not {name}: {reason}" for name, reason in passed_over)])
-
-
-def _range(values: Sequence[float]) -> str:
-    least, most = (f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in (min(values), max(values)))
-    return least if least == most else f"{least} to {most}"
-
-
 _SHORTEST_RATE_S = 0.5
 _STATES: Mapping[MemberState, str] = {
     MemberState.DIALLING: "dialling",
@@ -294,3 +268,28 @@ def live_routes(live: LiveState) -> APIRouter:
         return live.event()
 
     return router
+
+
+def links_words(links: Iterable[LinkReport]) -> list[str]:
+    """A text for each transport and each set of reasons why it is not a better one.
+
+    It has what rehearsals measured, and how many of these links are much slower now.
+    """
+    alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[LinkReport]] = {}
+    for link in links:
+        alike.setdefault((link.transport, tuple(link.passed_over.items())), []).append(link)
+    return [_words(transport, passed_over, of) for (transport, passed_over), of in sorted(alike.items())]
+
+
+def _words(transport: str, passed_over: Sequence[tuple[str, str]], links: Sequence[LinkReport]) -> str:
+    text = f"{len(links)} {transport}"
+    if rates := [link.gb_s for link in links if link.gb_s]:
+        text += f", {_range(rates)} GB/s, {_range([link.latency_ms for link in links])} ms"
+    if slow := [link.slow_gb_s for link in links if link.slow_gb_s]:
+        text += f", {len(slow)} slow now: {_range(slow)} GB/s"
+    return "; ".join([text, *(f"not {name}: {reason}" for name, reason in passed_over)])
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = (f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"

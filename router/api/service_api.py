@@ -1,4 +1,4 @@
-"""Routes that generate nothing for a client: health, model and server info, metrics, tokenizing, cache and abort."""
+"""Routes that generate nothing for a client: health, facts, metrics, tokenizing, cache, abort, profiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 from router.api.generate_api import WEIGHT_VERSION
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.api_keys import AdminGuard
-from router.http.body import Body, JsonRoute, OneOf, about
+from router.http.body import Body, JsonRoute, OneOf, Refused, about
 from router.http.limits import HttpLimits
 from router.http.responses import json_response, while_connected
 from router.nodes.fleet_answers import (
@@ -26,6 +26,7 @@ from router.nodes.fleet_answers import (
     RequestsAborted,
     ServerInfo,
     Tokenized,
+    Traces,
 )
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
@@ -34,9 +35,12 @@ from router.request.generation import GenerationGroup, Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import RequestError
-from shared.protocol.messages import Flush, Role, Work
+from shared.protocol.messages import Answered, Flush, Role, StartProfile, StopProfile, Work
 from shared.protocol.sampling_params import MAX_SEED, SamplingParams
 
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 300.0
+_MAX_STEPS = 100_000
 _PROBE_TOKENS = 8
 _PROBE_TIMEOUT_S = 30.0
 _FLUSH_RETRY_S = 0.05
@@ -66,6 +70,15 @@ class AbortBody(Body):
 
     rid: str | None = about("A request, or a batch, by its name.", None, max_length=_MAX_ABORTED_CHARS)
     abort_all: bool = about("Every request.", False)
+
+
+class StartProfileBody(Body):
+    """Field names are SGLang's; where traces go is the node's `--profile-dir`, not the client's."""
+
+    num_steps: int = about("So many forwards; 0: until /stop_profile.", 0, ge=0, le=_MAX_STEPS)
+    with_stack: bool = about("With the Python stack of each operation.", False)
+    record_shapes: bool = about("With the shapes of each operation's inputs.", False)
+    output_dir: Annotated[Any, Refused(why="the node's --profile-dir to say")] = None
 
 
 FlushTimeout = Annotated[
@@ -212,6 +225,21 @@ def control_routes(
             await admin_only(request)
         return abort(None if body.abort_all else body.rid)
 
+    @router.post("/start_profile", dependencies=[Depends(admin_only)])
+    async def start_profile(body: StartProfileBody | None = None) -> Traces:
+        """Trace every live node for `num_steps` steps, or until /stop_profile."""
+        asked = body or StartProfileBody()
+
+        def message(call_id: int) -> StartProfile:
+            return StartProfile(call_id, asked.num_steps or None, asked.with_stack, asked.record_shapes)
+
+        return _traces(await membership.call(message, _START_TIMEOUT_S))
+
+    @router.post("/stop_profile", dependencies=[Depends(admin_only)])
+    async def stop_profile() -> Traces:
+        """Write the traces."""
+        return _traces(await membership.call(StopProfile, _STOP_TIMEOUT_S))
+
     return router
 
 
@@ -233,3 +261,14 @@ def _probe(model: ServedModel) -> Prompt:
         max_new_tokens=2, temperature=0.0, ignore_eos=True, seed=secrets.randbelow(MAX_SEED)
     )
     return Prompt(rid=f"health-{secrets.token_hex(8)}", work=Work(ids, params), split=True)
+
+
+def _traces(answers: dict[str, Answered]) -> Traces:
+    if not answers:
+        raise RequestError("there is no live node to profile", status=503, code="no_node")
+    refused = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if not answer.ok}
+    traces = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if answer.ok}
+    if refused:
+        others = f"; done on {', '.join(traces)}" if traces else ""
+        raise RequestError("; ".join(f"{node_id}: {why}" for node_id, why in refused.items()) + others)
+    return Traces(traces=traces)

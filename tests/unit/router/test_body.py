@@ -16,9 +16,8 @@ from router.api.fleet_api import AddNode
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.messages_api import CountBody, MessagesBody
 from router.api.openai_bodies import ChatBody, CompletionBody
-from router.api.profile_api import StartProfileBody
 from router.api.responses_api import ResponsesBody
-from router.api.service_api import AbortBody, DetokenizeBody, TokenizeBody
+from router.api.service_api import AbortBody, DetokenizeBody, StartProfileBody, TokenizeBody
 from router.http.body import Body, FailFast, JsonRequest, OneOf, Refused, must
 from shared.errors import RequestError
 from tests.unit.router.bodies import validate
