@@ -64,10 +64,6 @@ def test_what_the_chosen_node_happens_to_hold_need_not_be_computed() -> None:
     assert (sent.prefill, sent.local_prefill_limit) == (None, 4 * PAGE)
 
 
-@pytest.mark.parametrize(
-    ("start_len", "alone"),
-    [(-1, True), (5 * PAGE - 1, True), (4 * PAGE, True), (4 * PAGE - 1, False), (0, False)],
-)
 def test_a_short_suffix_is_computed_where_the_prefix_is() -> None:
     fleet = Fleet(1)
     for num_pages in (3, 4):  # the last page is computed in any case, so 5 pages are no more than 4
@@ -80,6 +76,10 @@ def test_a_short_suffix_is_computed_where_the_prefix_is() -> None:
     assert others.prefill == fleet.prefills[0].ref, "another tenant's prefix"
 
 
+@pytest.mark.parametrize(
+    ("start_len", "alone"),
+    [(-1, True), (5 * PAGE - 1, True), (4 * PAGE, True), (4 * PAGE - 1, False), (0, False)],
+)
 def test_a_scored_position_is_not_cached(start_len: int, alone: bool) -> None:
     """The node computes whatever is to be scored, so it would decline what it was promised to hold."""
     fleet = Fleet(1)
