@@ -252,6 +252,7 @@ class Router:
                 failover_s=options.failover_timeout_s,
             ),
             local_prefill_tokens=options.local_prefill_tokens,
+            ttft_limit_s=options.ttft_limit_s,
             metrics=self._metrics,
             vocab_size=lambda: self.model.get().vocab_size,
             later=asyncio.get_running_loop().call_later,

@@ -112,6 +112,7 @@ class FleetShape:
     prefill_policy: RoutingPolicy = round_robin
     decode_policy: RoutingPolicy = cache_aware
     failover_s: float = 30.0
+    ttft_limit_s: float | None = None
     router: RouterCost = field(default_factory=lambda: RouterCost(request_s=0.0, token_s=0.0))
 
 
@@ -151,6 +152,7 @@ class SimFleet:
             policies={Role.PREFILL: shape.prefill_policy, Role.DECODE: shape.decode_policy},
             deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=shape.failover_s),
             local_prefill_tokens=shape.local_prefill_tokens,
+            ttft_limit_s=shape.ttft_limit_s,
             metrics=_QuietMetrics(lambda: "sim"),
             vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay, act: self.loop.at(self.loop.now + delay, act),
@@ -225,7 +227,9 @@ class SimFleet:
         )
         work = Work(request.input_ids(), params, priority=request.priority, routing_key=request.routing_key)
         try:
-            req = self.dispatcher.start(work, lambda: self._take(outcome), api_key=request.api_key)
+            req = self.dispatcher.start(
+                work, lambda: self._take(outcome), in_time=True, api_key=request.api_key
+            )
         except RequestError:
             self.num_refused += 1
             return None

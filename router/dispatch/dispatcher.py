@@ -26,7 +26,7 @@ from router.dispatch.policy import RoutingPolicy
 from router.dispatch.running_req import MAX_FAILURES, TRIAL_TOKENS, Aborted, Attempt, Cause, RunningReq
 from router.dispatch.stages import measure_start
 from router.dispatch.token_order import why_wrong
-from router.dispatch.waiting_queue import WaitingQueue, num_ahead_tokens
+from router.dispatch.waiting_queue import WaitingQueue, num_ahead_tokens, retry_after_s
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
@@ -78,6 +78,7 @@ class Dispatcher:
         policies: Mapping[Role, RoutingPolicy],
         deadlines: Deadlines,
         local_prefill_tokens: int | None,
+        ttft_limit_s: float | None = None,
         metrics: Metrics,
         vocab_size: Callable[[], int],
         later: Callable[[float, Callable[[], None]], object],
@@ -94,6 +95,7 @@ class Dispatcher:
         )
         self._moves = Moves(self._placement, self._view, metrics, clock)
         self._deadlines = deadlines
+        self._ttft_limit_s = ttft_limit_s
         self._metrics = metrics
         self._vocab_size = vocab_size
         self._wrong_answer = LimitedWarning("wrong_answer", clock)
@@ -116,6 +118,7 @@ class Dispatcher:
         wake: Callable[[], None],
         *,
         split: bool = False,
+        in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
         api_key: int | None = None,
@@ -123,12 +126,14 @@ class Dispatcher:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
         `rid` is the client's name of its request. With `split` the sequence goes through both fleets, however short
-        the prompt. It has waited for nodes for `waited_s`. With the number of an `api_key` it is sent when it is the
-        turn of that key.
+        the prompt. With `in_time` it is refused if its first token would come after `ttft_limit_s`. It has waited
+        for nodes for `waited_s`. With the number of an `api_key` it is sent when it is the turn of that key.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
+        if in_time:
+            self._refuse_late(route, api_key)
         work = _clipped(work, route.max_new_tokens, rid)
         now = self._clock()
         req = RunningReq(
@@ -398,6 +403,34 @@ class Dispatcher:
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
+    def _refuse_late(self, route: Route, api_key: int | None) -> None:
+        """Raise RequestError if the first token would come too late, and would come sooner without other requests.
+
+        The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
+        of both waits counts.
+        """
+        limit_s, first_token = self._ttft_limit_s, route.first_token
+        if limit_s is None or first_token is None:
+            return
+        wait_s = first_token.wait_s
+        if route.decode is not None:
+            place_s = self._view.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
+            wait_s = max(wait_s, place_s)
+        if api_key is not None:
+            rate = sum(node.load.prefill_tokens_per_s for node in self._view.prefilling)
+            wait_s += self.queue.num_tokens_ahead(api_key) / rate if rate else 0.0
+        seconds = wait_s + first_token.compute_s
+        if seconds <= limit_s or not wait_s:
+            return
+        self._metrics.refused_late()
+        raise RequestError(
+            f"the first token would take about {seconds:.1f} s, {wait_s:.1f} s of it behind other requests; "
+            f"more than {limit_s:g} s are refused (--ttft-limit-s); try again later",
+            status=429,
+            code="ttft_limit",
+            retry_after_s=retry_after_s(seconds - limit_s),
+        )
+
     def _take_turns(self) -> Iterator[RunningReq]:
         """The sequences whose turn it is. Each must be sent before the next is taken."""
         return self.queue.take(num_ahead_tokens(self._view.prefilling))
@@ -617,7 +650,7 @@ class Dispatcher:
             if node is not req.attempt.finished_by:
                 node.send(message)
         if req.attempt.nodes:
-            self._view.ended(req.attempt)
+            self._view.ended(req.attempt, goes_on=not req.ended)
         req.attempt.holders = []
 
 

@@ -57,6 +57,16 @@ class Fetch:
     """Whether pages can go from the lender to the node at once. Else a link has to be built before."""
 
 
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """When the first token of a request is expected, by measured rates. The wait for pages is not in it."""
+
+    wait_s: float
+    """For the prompts that wait on the node that computes it, and meanwhile for what it fetches."""
+    compute_s: float
+    """For what comes from no cache of its prompt."""
+
+
 class RequestEstimates:
     """One request as it would fare on each node of the `view`. Times are seconds.
 
@@ -132,12 +142,8 @@ class RequestEstimates:
     # -------------------------------------------------------------------------------- how long it takes
     def prefill_s(self, node: Node) -> float:
         """Until `node` has computed what it neither holds nor fetches, behind the prompts that wait there."""
-        rate = self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S)
-        wait_s = self._view.queued_tokens.of(node) / rate
-        fetch = self.fetch(node)
-        if fetch is None or not fetch.is_linked:
-            return wait_s + self.num_missing_tokens(node) / rate
-        return max(wait_s, fetch.seconds) + fetch.num_left_tokens / rate
+        first = self._first_token(node, self._rate(node, prefill_rate, PRIOR_PREFILL_TOKENS_PER_S))
+        return first.wait_s + first.compute_s
 
     def fetch(self, node: Node) -> Fetch | None:
         """The fetch by which a prefill node is ready sooner than by computing; None if there is no such fetch."""
@@ -171,6 +177,20 @@ class RequestEstimates:
         """What a place on a decode node costs: its neighbours there, and the wait for pages that are not free."""
         neighbours_s = TOKENS_AHEAD * self.num_seqs(node) / self._decode_tokens_per_s
         return neighbours_s if self.has_pages(node) else 2 * neighbours_s + node.load.reserve_wait_s
+
+    def first_token(self, node: Node) -> FirstToken | None:
+        """When the prompt is computed, if `node` does it. None while no node has measured how fast it prefills."""
+        rate = self._measured(node, prefill_rate)
+        if not rate:
+            return None
+        return self._first_token(node, rate)
+
+    def _first_token(self, node: Node, rate: float) -> FirstToken:
+        wait_s = self._view.queued_tokens.of(node) / rate
+        fetch = self.fetch(node)
+        if fetch is None or not fetch.is_linked:
+            return FirstToken(wait_s, self.num_missing_tokens(node) / rate)
+        return FirstToken(max(wait_s, fetch.seconds), fetch.num_left_tokens / rate)
 
     def _best_fetch(self, node: Node) -> Fetch | None:
         held = self.num_cached_pages(node)

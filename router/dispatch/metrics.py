@@ -6,19 +6,13 @@ node that is gone leaves no stale figure.
 
 from __future__ import annotations
 
-import itertools
-import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
+from router.dispatch.histograms import LatencyWindow, LoopHistogram
 from router.dispatch.node import Node
 from router.dispatch.running_req import Aborted, Cause, RunningReq
 from router.dispatch.stages import StartStage, stages_of
@@ -33,77 +27,7 @@ _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4,
 _E2E_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 100, 200, 400, 800)
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
-WINDOW_ROLLS = 10
-
-_SHORTEST_S = 1e-5
-_BUCKETS_PER_E = 16
-"""A bucket is 6 % wider than the one before, so a percentile is off by 3 % at most."""
-_NUM_BUCKETS = math.ceil(math.log(1e4 / _SHORTEST_S) * _BUCKETS_PER_E)
-
 F = TypeVar("F", Counter, Gauge, Histogram)
-
-
-class LoopHistogram(Collector):
-    """Runs on one event loop, so it has none of the locks of `prometheus_client.Histogram`.
-
-    `bounds` are the upper ends of the buckets, in order. `labels` is called when the histogram is read.
-    """
-
-    def __init__(
-        self, name: str, description: str, bounds: Sequence[float], labels: Callable[[], dict[str, str]]
-    ) -> None:
-        self._name = name
-        self._description = description
-        self._bounds = bounds
-        self._labels = labels
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """`count` observations of `value`."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-
-    def collect(self) -> Iterable[Metric]:
-        """The histogram with its labels, for Prometheus."""
-        labels = self._labels()
-        family = HistogramMetricFamily(self._name, self._description, labels=tuple(labels))
-        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        totals = itertools.accumulate(self._counts)
-        family.add_metric(tuple(labels.values()), list(zip(ends, totals, strict=True)), self._sum)
-        yield family
-
-
-class LatencyWindow:
-    """A histogram with logarithmic buckets over a sliding window. `observe` is one logarithm and one addition."""
-
-    def __init__(self) -> None:
-        self._open = [0] * _NUM_BUCKETS
-        self._closed: deque[list[int]] = deque(maxlen=WINDOW_ROLLS)
-
-    def observe(self, seconds: float, count: int = 1) -> None:
-        """Count `count` latencies of `seconds`."""
-        at = int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) * _BUCKETS_PER_E)
-        self._open[min(at, _NUM_BUCKETS - 1)] += count
-
-    def roll(self) -> None:
-        """End an interval. Observations of more than WINDOW_ROLLS intervals ago are forgotten."""
-        self._closed.append(self._open)
-        self._open = [0] * _NUM_BUCKETS
-
-    def percentiles(self, shares: Sequence[float]) -> tuple[float, ...] | None:
-        """The latency in seconds that each of `shares` (ascending) of the observations stay within; None: no data."""
-        counts = [sum(column) for column in zip(*self._closed, strict=True)]
-        total = sum(counts)
-        if not total:
-            return None
-        found: list[float] = []
-        seen = 0
-        for at, count in enumerate(counts):
-            seen += count
-            while len(found) < len(shares) and seen >= shares[len(found)] * total:
-                found.append(round(_SHORTEST_S * math.exp((at + 0.5) / _BUCKETS_PER_E), 6))
-        return tuple(found)
 
 
 class Metrics:
@@ -145,6 +69,10 @@ class Metrics:
         self._rejected = self._counter(
             "baton:num_rejected_requests", "HTTP requests refused with a 429, since the queue was full."
         )
+        self._refused_late = self._counter(
+            "baton:num_late_requests",
+            "HTTP requests refused with a 429, since their first token would have come after --ttft-limit-s.",
+        )
         self._slow_starts = Counter(
             "baton:num_slow_starts",
             "Sequences whose first or second token was slow, by the stage longest beyond what it should cost.",
@@ -171,6 +99,7 @@ class Metrics:
         self._families: tuple[Counter | Histogram, ...] = (
             *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
             *(self._requests, self._aborted, self._failed, self._convicted, self._rejected),
+            self._refused_late,
             *(self._inexact, self._moves, self._failed_moves),
             *(self._ttft, self._e2e, self._kv_transfer),
         )
@@ -198,6 +127,11 @@ class Metrics:
     def rejected(self) -> None:
         """Count an HTTP request that was refused because the queue was full."""
         self._own(self._rejected).inc()
+        self.num_rejected += 1
+
+    def refused_late(self) -> None:
+        """Count an HTTP request that was refused because its first token would have come too late."""
+        self._own(self._refused_late).inc()
         self.num_rejected += 1
 
     def roll(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import ceil
 from random import Random
 
-from router.dispatch.estimate import Fetch, RequestEstimates
+from router.dispatch.estimate import Fetch, FirstToken, RequestEstimates
 from router.dispatch.fleet_view import FleetView, room
 from router.dispatch.node import Node, Numerics
 from router.dispatch.policy import RoutingPolicy
@@ -30,8 +30,8 @@ class Route:
 
     A decode node that was chosen for a cached prefix gets a `local_prefill_limit`. If it would have to compute more
     tokens, it answers NotCached. The first of the nodes computes the prompt, of which it is expected to lack
-    `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence. The `fetch` is one of the
-    prefill node.
+    `num_queued_tokens`. Each node needs `num_pages` for what is known of the sequence. `first_token` is None while
+    no node has measured how fast it prefills. The `fetch` is one of the prefill node.
     """
 
     max_new_tokens: int
@@ -39,6 +39,7 @@ class Route:
     decode: Node | None
     num_queued_tokens: int
     num_pages: int
+    first_token: FirstToken | None
     fetch: Fetch | None = None
     local_prefill_limit: int | None = None
     evicts_first: Node | None = None
@@ -208,6 +209,7 @@ class Placement:
             decode,
             num_queued_tokens,
             num_pages,
+            request.first_token(first),
             fetch,
             local_prefill_limit,
             self._draw_evicting(prefill, decode),

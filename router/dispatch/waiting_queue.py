@@ -134,6 +134,12 @@ class WaitingQueue:
         """Count output tokens of a sequence of this key."""
         self._served_tokens[api_key] += OUTPUT_WEIGHT * num_tokens
 
+    def num_tokens_ahead(self, api_key: int) -> int:
+        """What is served before a new sequence of this key: its own that wait, and as much of each other key."""
+        waiting = {key: sum(turn.cost for turn in turns.values()) for key, turns in self._waiting.items()}
+        own = waiting.get(api_key, 0)
+        return sum(min(tokens, own) for tokens in waiting.values())
+
     def wait_s(self, num_queued: int) -> float:
         """How many seconds a sequence behind `num_queued` others will wait: num_queued / rate.
 

@@ -179,6 +179,13 @@ class DispatchOptions:
         whole(1),
         "N",
     )
+    ttft_limit_s: float | None = flag(
+        None,
+        "a request whose first token would come later than this gets a 429 at once, by the rates that nodes measure; "
+        "None: none does",
+        _SECONDS,
+        "SECONDS",
+    )
     queue_timeout_s: float = flag(600.0, "longest wait for a first token", _SECONDS)
     stall_timeout_s: float = flag(120.0, "longest wait for the next token", _SECONDS)
     failover_timeout_s: float = flag(

@@ -9,7 +9,7 @@ from typing import Any
 
 from router.nodes.live_node import LiveNode
 from router.nodes.node_link import Refusal
-from shared.protocol.messages import KVLayout, Role
+from shared.protocol.messages import KVLayout, NodeHello, Role
 
 
 class MemberState(StrEnum):
@@ -71,3 +71,11 @@ def raise_if_different(ours: KVLayout, theirs: KVLayout) -> None:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other and field != "numerics":
             raise Refusal(f"{field}: the fleet has {mine!r}, this node has {other!r}")
+
+
+def raise_if_impossible(hello: NodeHello) -> None:
+    """Refuse a node by the name of a size that it cannot have."""
+    for part in (hello.layout, hello.limits):
+        for field in part.__struct_fields__:
+            if isinstance(size := getattr(part, field), int) and size < 1:
+                raise Refusal(f"{field}: {size} is below 1")

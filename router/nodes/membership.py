@@ -30,7 +30,7 @@ import zmq.asyncio
 
 from router.dispatch.node import Loss
 from router.nodes.live_node import LiveNode, NodeLost, Timing
-from router.nodes.member import Member, MemberState, raise_if_different
+from router.nodes.member import Member, MemberState, raise_if_different, raise_if_impossible
 from router.nodes.node_link import NodeLink, Refusal
 from shared.errors import LinkError
 from shared.log import LimitedWarning, crash, event
@@ -418,6 +418,7 @@ class Membership:
         if hello.role is not member.role and member.resume:
             raise Refusal(f"role: expected a {member.role} node, it is a {hello.role} node")
         member.role = hello.role
+        raise_if_impossible(hello)
         live = self.all_live()
         if any(node.ref.node_id == hello.node.node_id for node in live):
             raise _is_here(hello.node.node_id)

@@ -11,6 +11,7 @@ that come later, and routers to nodes that come later.
 A router that does not know of a removal yet may send again that the node was added. So every change of the fleet has
 a time, and each router remembers the latest change of each address: it drops an older one, and sends the removal
 once more. It also passes every removal on, because the router that removed a node may not be connected to all others.
+A time far ahead would hold for ever, and is not believed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from router.nodes.live_node import LiveNode
-from shared.log import event
+from shared.log import LimitedWarning, event
 from shared.protocol.messages import AbortedReqs, AddedNode, Relay, RemovedNode, RouterNews
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from shared.timeline import Clock
 
 MAX_REMEMBERED = 4096
 _STEP_S = 0.001
+MAX_AHEAD_S = 86400.0
+"""How far the clock of another router may be ahead of this one's."""
 
 
 class SharedNews:
@@ -42,6 +45,7 @@ class SharedNews:
         self._numbers = itertools.count(1)
         self._taken: OrderedDict[Relay, None] = OrderedDict()
         """With the news itself: what another process says under a router's name and number takes no place."""
+        self._not_believed = LimitedWarning("news_not_believed")
         self._changes: OrderedDict[str, tuple[int, AddedNode | RemovedNode]] = OrderedDict()
         """By address: the latest change, and the number under which this router sends it."""
         self._aborts = 0, 0
@@ -75,6 +79,9 @@ class SharedNews:
             self._taken.popitem(last=False)
         news = relay.news
         if not isinstance(news, AbortedReqs):
+            if not news.at <= self._clock() + MAX_AHEAD_S:
+                self._not_believed(router=relay.router, address=news.address, at=news.at)
+                return None
             number, known = self._changes.get(news.address, (0, None))
             if known is not None and _order(known) >= _order(news):
                 if isinstance(known, RemovedNode) and isinstance(news, AddedNode):

@@ -223,6 +223,7 @@ class GenerationGroup:
                         work,
                         wake,
                         split=prompt.split,
+                        in_time=self._places is not None and generation is self.generations[0],
                         rid=prompt.rid,
                         waited_s=waited_s,
                         api_key=self._places.api_key if self._places is not None else None,

@@ -1,7 +1,6 @@
 """What does a KV cache of int8 save, in memory and in decode steps?
 
-The same model twice in one process, with KV pages of bf16 and of int8 (`--kv-cache-dtype`), each step in turn with the
-other's:
+The same model twice in one process, with KV pages of bf16 and of int8 (`--kv-cache-dtype`), steps of both in turn:
 
     speedup      step over bf16 / step over int8, the median of pairs
     kv_ratio     bytes of a token's KV, in memory and in every transfer, int8 / bf16

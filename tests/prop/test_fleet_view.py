@@ -158,7 +158,11 @@ class FleetViewMachine(RuleBasedStateMachine):
         incarnations = {node.ref.incarnation for node in self.nodes}
         for amounts in (counts.seqs, counts.queued_tokens, counts.used_pages):
             assert set(amounts._own) <= incarnations, "a node that is gone is not forgotten"
+        assert set(counts._places) <= incarnations
         for node in self.nodes:
+            if node.role is Role.DECODE:
+                there = counts._places.get(node.ref.incarnation, {})
+                assert set(there) == {a.key for a in at_nodes if node in a.nodes}
             of = [a for a in at_nodes if node in a.nodes and (node.role is Role.DECODE or a.is_computing)]
             own = counts.seqs._own.get(node.ref.incarnation)
             assert (own.live if own else 0) == len(of)

@@ -67,6 +67,7 @@ class Fleet:
         prefill: RoutingPolicy = round_robin,
         decode: RoutingPolicy = cache_aware,
         incarnation: str = "router",
+        ttft_limit_s: float | None = None,
     ) -> None:
         self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
         self.prefills = [FakeNode(f"p{i}", Role.PREFILL) for i in range(num_prefill)]
@@ -79,6 +80,7 @@ class Fleet:
             policies={Role.PREFILL: prefill, Role.DECODE: decode},
             deadlines=Deadlines(first_token_s=60, stall_s=60, failover_s=30),
             local_prefill_tokens=local_prefill_tokens,
+            ttft_limit_s=ttft_limit_s,
             metrics=self.metrics,
             vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay_s, act: self.timers.append((self.now + delay_s, act)),
@@ -110,7 +112,7 @@ class Fleet:
 
     def start(self, ids: tuple[int, ...] = IDS, **params: object) -> RunningReq:
         sampling = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
-        return self.dispatcher.start(Work(ids, sampling), lambda: None)
+        return self.dispatcher.start(Work(ids, sampling), lambda: None, in_time=True)
 
     def burst(self, count: int) -> Counter[str]:
         """Requests of one prompt, none of which ends, by the decode node that got them."""

@@ -95,6 +95,14 @@ def test_max_new_tokens_is_clipped_once() -> None:
     assert (first.work.params.max_new_tokens, first.work.params.min_new_tokens) == (6, 6)
 
 
+def test_a_later_attempt_goes_to_a_node_with_room_for_all_that_was_promised() -> None:
+    resent = Resent(max_new_tokens=50)
+    resent.first.limits = NodeLimits(len(IDS) + 49, 65_536, 64)
+    resent.other.limits = NodeLimits(len(IDS) + 50, 65_536, 64)
+    resent.give_back()
+    assert resent.req.nodes[-1] is resent.other
+
+
 def test_without_such_a_node_the_request_ends_after_its_time() -> None:
     resent = Resent(max_new_tokens=50)
     for node in resent.fleet.decodes:

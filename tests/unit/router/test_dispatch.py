@@ -23,6 +23,8 @@ from shared.protocol.messages import (
     Pong,
     Prefill,
     Role,
+    TokenEntry,
+    Tokens,
 )
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import (
@@ -48,6 +50,22 @@ async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response
         return health if health.json()["status"] == status else None
 
     return await eventually(reached)
+
+
+async def test_tokens_for_others_and_for_the_past_are_dropped(model_folder: Path) -> None:
+    async def with_noise(node: FakeNode, message: Prefill | Decode) -> None:
+        stale = type(message.key)(message.key.router, message.key.rid, message.key.attempt + 1)
+        other = type(message.key)("another router", message.key.rid)
+        noise = [TokenEntry(key, 0, (1, 2, 3), Finish("length")) for key in (stale, other)]
+        node.send(Tokens(tuple(noise)))
+        await tell_story(node, message)
+        node.tokens(message.key, 12, [5], Finish("length"))
+        node.send(Failed(message.key, 500, "too late"))
+
+    async with joined_pair(model_folder, decode=with_noise) as ((_, decode), _, client):
+        for _ in range(2):
+            answer = (await client.post("/generate", json={"text": "a", **PARAMS})).json()
+            assert answer["output_ids"] == decode.story[:12]
 
 
 async def test_first_token_that_ends_it_cancels_the_decode_node(model_folder: Path) -> None:
@@ -366,6 +384,23 @@ async def test_a_prompt_too_long_for_the_prefill_node_goes_to_the_decode_node_al
             body = {"input_ids": [1] * 30, "sampling_params": {"max_new_tokens": wanted}}
             assert (await client.post("/generate", json=body)).status_code == 200
         assert [sent.prefill for sent in decode.all(Decode)] == [None, None]
+
+
+async def test_requests_take_turns(model_folder: Path) -> None:
+    async with (
+        FakeNode(Role.PREFILL, "prefill-0") as p0,
+        FakeNode(Role.PREFILL, "prefill-1") as p1,
+        FakeNode(Role.DECODE, "decode-0") as d0,
+        FakeNode(Role.DECODE, "decode-1") as d1,
+        joined_router(model_folder, [p0, p1, d0, d1]) as (_, client),
+    ):
+        for _ in range(6):
+            assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
+        assert [len(node.all(Prefill)) for node in (p0, p1)] == [3, 3]
+        assert [len(node.all(Decode)) for node in (d0, d1)] == [3, 3]
+        for node in (p0, p1):
+            refs = node.all(Peers)[-1].decode_nodes
+            assert sorted(ref.node_id for ref in refs) == ["decode-0", "decode-1"]
 
 
 async def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Path) -> None:

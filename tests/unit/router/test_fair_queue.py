@@ -127,17 +127,20 @@ def test_a_sequence_that_ends_while_it_waits_is_never_sent() -> None:
     assert keys.fleet.dispatcher.num_running == len(keys.fleet.dispatcher.queue) == 0
 
 
-def test_a_sequence_that_has_ended_takes_no_turn() -> None:
+def test_a_sequence_that_has_ended_is_before_no_other() -> None:
+    """It would have new requests of its key refused (--ttft-limit-s)."""
     queue, work = WaitingQueue(lambda: 0.0), Work(IDS, SamplingParams())
     for i in range(4):
         queue.join(str(i), 1)
         queue.join_turns(
             RunningReq(ReqKey("r", str(i)), work, wake=lambda: None, now=0.0, api_key=1), len(IDS)
         )
+    assert queue.num_tokens_ahead(1) == 4 * COST
     queue.leave("1", served=False)
     queue.leave("1", served=False)
+    assert queue.num_tokens_ahead(1) == 3 * COST
     assert [req.key.rid for req in queue.take(1 << 20)] == ["0", "2", "3"]
-    assert queue.num_without_turn == 0
+    assert (queue.num_tokens_ahead(1), queue.num_without_turn) == (0, 0)
 
 
 def test_a_turn_without_nodes_waits_for_some() -> None:

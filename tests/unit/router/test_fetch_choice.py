@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.dispatch.estimate import FETCH_S
+from router.dispatch.estimate import FETCH_S, FirstToken
 from router.dispatch.policy import ttft
 from shared.protocol.messages import Failed, Lend, LinkReport, Load, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -67,12 +67,15 @@ def test_a_first_token_comes_behind_the_fetch_and_the_queue_whichever_takes_long
     node, work = chosen.prefills[0], Work(IDS, SamplingParams())
     node.holds(1)
     chosen.decodes[0].holds(4)
+    computed = FirstToken(0.0, (len(IDS) - PAGE) / RATE)
     linked(chosen.decodes[0], kv_bytes_per_s=3 * PAGE * 1024 / 0.01)
-    assert chosen.estimates(work).prefill_s(node) == (len(IDS) - PAGE) / RATE, "there is no link"
+    assert chosen.estimates(work).first_token(node) == computed, "there is no link"
     linked(chosen.decodes[0], node, kv_bytes_per_s=3 * PAGE * 1024 / 0.01)
-    assert chosen.estimates(work).prefill_s(node) == pytest.approx(FETCH_S + 0.01 + PAGE / RATE)
+    fetch_s = pytest.approx(FETCH_S + 0.01)
+    first = chosen.estimates(work).first_token(node)
+    assert first is not None and (first.wait_s, first.compute_s) == (fetch_s, PAGE / RATE)
     linked(node, num_queued_tokens=100)
-    assert chosen.estimates(work).prefill_s(node) == pytest.approx(0.1 + PAGE / RATE)
+    assert chosen.estimates(work).first_token(node) == FirstToken(0.1, PAGE / RATE)
 
 
 def test_without_a_link_one_is_asked_for_and_the_prompt_is_computed() -> None:

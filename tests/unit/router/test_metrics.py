@@ -73,6 +73,7 @@ OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
         "baton:num_inexact_continuations",
         "baton:num_failed_moves",
         "baton:num_rejected_requests",
+        "baton:num_late_requests",
     ),
     "histogram": (
         "sglang:time_to_first_token_seconds",

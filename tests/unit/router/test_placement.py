@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.dispatch.node import PrefixIndex
+from router.dispatch.node import Loss, PrefixIndex
 from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES
 from shared.protocol.logprobs import LogprobParams
-from shared.protocol.messages import Decode, Load, NodeLimits, Prefill, Role, Work
+from shared.protocol.messages import Decode, Failed, Finish, Load, NodeLimits, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
@@ -62,18 +62,6 @@ def test_what_the_chosen_node_happens_to_hold_need_not_be_computed() -> None:
     (sent,) = fleet.decodes[0].sent
     assert isinstance(sent, Decode)
     assert (sent.prefill, sent.local_prefill_limit) == (None, 4 * PAGE)
-
-
-def test_a_short_suffix_is_computed_where_the_prefix_is() -> None:
-    fleet = Fleet(1)
-    for num_pages in (3, 4):  # the last page is computed in any case, so 5 pages are no more than 4
-        fleet.decodes[0].holds(num_pages)
-        fleet.start()
-    fleet.dispatcher.start(Work(IDS, SamplingParams(), extra_key="tenant"), lambda: None)
-    with_prefill, alone, others = (m for m in fleet.decodes[0].sent if isinstance(m, Decode))
-    assert (with_prefill.prefill, with_prefill.local_prefill_limit) == (fleet.prefills[0].ref, None)
-    assert (alone.prefill, alone.local_prefill_limit) == (None, PAGE)
-    assert others.prefill == fleet.prefills[0].ref, "another tenant's prefix"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +172,50 @@ def test_a_short_prompt_is_split_only_where_that_is_asked_for(split: bool, nodes
 
 class TestCounts:
     """A node's sequences, when pongs and dispatches mix."""
+
+    def test_every_way_to_end_is_counted(self) -> None:
+        fleet = Fleet(1)
+        (node,) = fleet.decodes
+        node.holds(4)
+        reqs = [fleet.start() for _ in range(6)]
+        assert fleet.view.seqs.of(node) == 6
+        dispatcher = fleet.dispatcher
+        dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,), Finish("length"))])
+        assert fleet.view.seqs.of(node) == 5
+        dispatcher.on_failed(node, Failed(reqs[1].key, 400, "x"))
+        dispatcher.release(reqs[2])
+        dispatcher.release(reqs[2])
+        assert fleet.view.seqs.of(node) == 3
+        dispatcher.on_not_cached(node, reqs[3].key)
+        assert reqs[3].key.attempt == 1
+        assert fleet.view.seqs.of(node) == 3, "sent to it once more"
+        dispatcher.on_not_cached(fleet.prefills[0], reqs[3].key)
+        fleet.wait(1)
+        assert fleet.view.seqs.of(node) == 3
+        for req in reqs[3:]:
+            dispatcher.release(req)
+        assert fleet.view.seqs.of(node) == 0
+
+    def test_a_sequence_that_moves_leaves_the_node_it_was_on(self) -> None:
+        fleet = Fleet(2)
+        one, two = fleet.decodes
+        one.holds(4)
+        req = fleet.start()
+        one.prefixes = PrefixIndex()
+        fleet.dispatcher.on_not_cached(one, req.key)
+        assert req.nodes[-1] is two
+        assert [fleet.view.seqs.of(node) for node in (one, two)] == [0, 1]
+
+    def test_a_lost_node_is_forgotten(self) -> None:
+        fleet = Fleet(1)
+        (node,) = fleet.decodes
+        fleet.start()
+        fleet.decodes.remove(node)
+        fleet.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
+        fleet.dispatcher.on_node_lost(fleet.prefills[0], "killed", Loss.CRASHED)
+        assert fleet.view.seqs.of(node) == 0
+        assert not fleet.view.seqs._own and not fleet.view.used_pages._own
+        assert not fleet.view._places
 
     def test_other_routers_sequences_are_added(self) -> None:
         fleet = Fleet(1)

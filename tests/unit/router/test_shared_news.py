@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from router.nodes.shared_news import MAX_REMEMBERED, SharedNews
+from router.nodes.shared_news import MAX_AHEAD_S, MAX_REMEMBERED, SharedNews
 from router.server import Router
 from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Relay, RemovedNode, Role, RouterNews
 from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
@@ -138,6 +139,23 @@ def test_a_removal_is_passed_on_once_and_sent_again_to_correct_old_news() -> Non
         assert [relay.news for relay in node.relays] == [removed("d")]
     assert news.take(Relay("three", 1, added("d", 99.0))) is None
     assert node.relays[0] == node.relays[1]
+
+
+@pytest.mark.parametrize("at", [100.0 + MAX_AHEAD_S + 1, 1e10, 1e300, math.inf, math.nan])
+def test_a_change_from_far_ahead_does_not_hold_for_ever(at: float, caplog: pytest.LogCaptureFixture) -> None:
+    """An operator's later change of the address counts, here and at every other router."""
+    news = news_of(Node())
+    assert news.take(Relay("liar", 1, removed("d", at))) is None
+    assert "news_not_believed" in caplog.text
+    assert news.next_time("d") == 100.0
+    assert news.take(Relay("two", 1, added("d", 101.0))) == added("d", 101.0)
+
+
+def test_a_clock_that_is_ahead_is_believed() -> None:
+    news = news_of(Node())
+    ahead = removed("d", 100.0 + MAX_AHEAD_S - 1)
+    assert news.take(Relay("two", 1, ahead)) == ahead
+    assert news.next_time("d") > ahead.at
 
 
 def test_what_is_said_under_the_numbers_of_another_router_takes_no_place() -> None:

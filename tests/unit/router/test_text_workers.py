@@ -168,6 +168,7 @@ class IdleDispatcher(Dispatcher):
         wake: Callable[[], None],
         *,
         split: bool = False,
+        in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
         api_key: int | None = None,

@@ -22,7 +22,7 @@ def sent(node: FakeNode) -> Decode:
 
 def test_to_the_first_node_and_to_the_next_one() -> None:
     fleet, work = Fleet(2), later_work(IDS, PARAMS)
-    req = fleet.dispatcher.start(work, lambda: None, rid="named")
+    req = fleet.dispatcher.start(work, lambda: None, in_time=True, rid="named")
     assert_kept(sent(decode_of(req)).work, work, rid="named")
     tell(fleet, req, 0, 7)
     kill(fleet, decode_of(req))
@@ -31,7 +31,7 @@ def test_to_the_first_node_and_to_the_next_one() -> None:
 
 def test_to_the_target_of_a_move() -> None:
     fleet, work = Fleet(2), later_work(IDS, PARAMS)
-    req = fleet.dispatcher.start(work, lambda: None, rid="named")
+    req = fleet.dispatcher.start(work, lambda: None, in_time=True, rid="named")
     source = decode_of(req)
     entry = TokenEntry(req.key, 0, (7, 8))
     fleet.dispatcher.on_tokens(source, [entry])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from router.dispatch.node import Loss
 from router.http.config import DispatchOptions
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
+    Answered,
     Cancel,
     Decode,
     Finish,
@@ -29,7 +31,7 @@ from shared.protocol.messages import (
     Tokens,
 )
 from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, tell_story
+from tests.unit.router.fakes import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, joined_router, tell_story
 
 NUM_NEW = 6
 ONE, LENGTH = Logprobs(bytes(4), bytes(4), bytes(4)), Finish("length")
@@ -264,10 +266,7 @@ def told_raw(*entry: object) -> Lie:
 
 
 OVER_THE_WIRE: dict[str, Lie] = {
-    **{
-        name: says(LIES[name])
-        for name in ("a negative id", "a position that jumps", "a finish ahead of tokens")
-    },
+    **{name: says(lie) for name, lie in LIES.items() if "outside" not in name and "cached" not in name},
     "an id of a larger vocabulary": says(told(at(0, byte_level_tokenizer().get_vocab_size()))),
     "more cached than there is": says(told(at(0, 5, report=ReqReport(cached_tokens=2)))),
     "an id that is a string": told_raw(0, ["5"]),
@@ -315,3 +314,49 @@ async def test_the_client_sees_none_of_it(model_folder: Path, lie: Lie) -> None:
                 assert response.status_code == 200 and "error" not in response.text, response.text
                 if not streams:
                     assert len(response.json()["output_ids"]) == NUM_NEW
+
+
+@pytest.mark.parametrize(
+    ("layout", "limits", "field"),
+    [
+        ({"page_size": 0}, {}, "page_size"),
+        ({"page_size": -16}, {}, "page_size"),
+        ({"num_layers": 0}, {}, "num_layers"),
+        ({"head_dim": -8}, {}, "head_dim"),
+        ({}, {"context_length": 0}, "context_length"),
+        ({}, {"max_total_num_tokens": -1}, "max_total_num_tokens"),
+        ({}, {"max_running_requests": 0}, "max_running_requests"),
+    ],
+)
+async def test_a_node_of_sizes_that_cannot_be_is_not_used(
+    model_folder: Path, layout: dict[str, int], limits: dict[str, int], field: str
+) -> None:
+    broken = FakeNode(
+        Role.DECODE,
+        "broken",
+        layout=msgspec.structs.replace(LAYOUT, **layout),
+        limits=msgspec.structs.replace(LIMITS, **limits),
+    )
+    async with broken, joined_router(model_folder, [broken], wait=False) as (_, client):
+        wanted = f"{field}: {(layout | limits)[field]} is below 1"
+        while (member := (await client.get("/health")).json()["decode"][0]).get("reason") != wanted:
+            await asyncio.sleep(0.02)
+        assert member["state"] == "refused"
+
+
+async def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> None:
+    """Calls are counted, so that a node could tell the number of the next one."""
+    async with (
+        FakeNode(Role.DECODE, "liar") as liar,
+        FakeNode(Role.DECODE, "honest") as honest,
+        joined_router(model_folder, [liar, honest]) as (router, _),
+    ):
+        nodes: Iterator[Any] = (n for n in router._membership.all_live() if n.ref.node_id == "honest")
+        honest.flushes = True
+
+        def ask(call_id: int) -> Flush:
+            liar.send(Answered(call_id, False, "told by another node"))
+            return Flush(call_id)
+
+        answers = await router._membership.call(ask, 10.0, [next(nodes)])
+        assert answers["honest"].ok
