@@ -55,7 +55,7 @@ from shared.protocol.messages import (
 from shared.protocol.router_port import RouterPort
 from shared.protocol.sampling_params import SamplingParams
 from tests.fake_link import fake_transports
-from tests.fake_network import CorruptingPages, FakeNetwork, Faults
+from tests.fake_network import FakeNetwork, Faults
 
 ROUTER = "router"
 MakeEngine = Callable[[NodeConfig], Engine]
@@ -354,7 +354,7 @@ class Node:
         own = Endpoint(
             node=ref(name),
             layout=engine.layout,
-            pages=CorruptingPages(engine.pool, network),
+            pages=engine.pool,
             outbox=outbox,
             transports=make_transports(network, name, options),
             clock=network.clock,

@@ -157,6 +157,17 @@ def test_an_arrival_gets_its_pages_although_every_forward_takes_some_that_cool()
     assert ledger.count().evictable >= NUM_PAGES - 4, "little more was evicted than was needed"
 
 
+def test_forwards_take_cooling_pages_first_and_leave_cool_ones_for_arrivals() -> None:
+    allocator = new_ledger().allocator
+    pages = allocator.alloc(NUM_PAGES - 4) or []
+    allocator.forward_launched()
+    allocator.free(pages[:2])
+    assert set(allocator.alloc(3) or []) > set(pages[:2])
+    assert allocator.num_free_for_arrivals == 3
+    with pytest.raises(AssertionError):
+        [allocator.forward_retired() for _ in range(2)]
+
+
 def test_what_another_node_keeps_is_evicted_before_the_rest_but_for_what_was_cached_before() -> None:
     ledger = new_ledger()
     for ids in (TEN[:5], [90, 91, 92, 93]):

@@ -1,3 +1,5 @@
+"""What is evicted, and in which order. tests/prop/test_kv_ledger.py has what is matched, split and locked."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,63 +7,14 @@ import pytest
 from shared.kvcache.radix_cache import PrefixLock, RadixCache
 
 
-def cached(*prefixes: tuple[list[int], list[int]], page_size: int = 2) -> RadixCache:
-    cache = RadixCache(page_size)
+def cached(*prefixes: tuple[list[int], list[int]]) -> RadixCache:
+    cache = RadixCache(2)
     for ids, pages in prefixes:
         cache.insert(ids, pages)
     return cache
 
 
 ABCDEF = [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-
-
-def test_an_empty_tree_matches_nothing() -> None:
-    match = RadixCache(2).match_prefix([1, 2, 3])
-    assert match.pages == []
-
-
-def test_only_whole_pages_match() -> None:
-    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
-    assert cache.match_prefix(ABCDEF[:5]).pages == [10, 11]
-    assert cache.match_prefix(ABCDEF[:1]).pages == []
-    assert cache.match_prefix([*ABCDEF, 9, 9]).pages == [10, 11, 12, 13, 14, 15]
-    assert cache.match_prefix([1, 1, 2, 9, 3, 3]).pages == [10]
-
-
-def test_a_match_inside_a_node_splits_it_and_moves_no_page() -> None:
-    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
-    match = cache.match_prefix(ABCDEF[:4])
-    assert match.node.pages == [10, 11]
-    (child,) = match.node.children.values()
-    assert child.pages == [12, 13, 14, 15]
-    assert child.parent is match.node
-    assert sorted(cache.pages()) == [10, 11, 12, 13, 14, 15]
-    assert cache.num_evictable_pages == 6
-
-
-def test_branches_share_their_common_pages() -> None:
-    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
-    inserted = cache.insert([1, 1, 2, 2, 7, 7], [20, 21, 22])
-    assert inserted.pages == [10, 11, 22]
-    assert inserted.duplicates == [20, 21]
-    assert cache.match_prefix([1, 1, 2, 2, 7, 7]).pages == [10, 11, 22]
-    assert cache.match_prefix(ABCDEF).pages == [10, 11, 12, 13, 14, 15]
-    assert cache.num_evictable_pages == 7
-
-
-def test_inserting_the_same_again_returns_every_page_as_duplicate() -> None:
-    cache = cached(([1, 1, 2, 2], [10, 11]))
-    inserted = cache.insert([1, 1, 2, 2], [20, 21])
-    assert (inserted.pages, inserted.duplicates) == ([10, 11], [20, 21])
-    assert cache.insert([1, 1, 2, 2], [10, 11]).duplicates == []
-    assert cache.num_evictable_pages == 2
-
-
-def test_a_prefix_of_a_node_is_split_by_an_insert() -> None:
-    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
-    inserted = cache.insert(ABCDEF[:4], [20, 21])
-    assert (inserted.pages, inserted.duplicates) == ([10, 11], [20, 21])
-    assert inserted.node.pages == [10, 11]
 
 
 def test_eviction_is_least_recently_used_first() -> None:
@@ -94,26 +47,6 @@ def test_a_leaf_is_evicted_from_its_end_and_only_as_far_as_needed() -> None:
     assert cache.num_evictable_pages == 0
 
 
-def test_a_page_is_evicted_with_all_that_continues_it() -> None:
-    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]), ([1, 1, 2, 2, 7, 7], [10, 11, 22]))
-    assert sorted(cache.evict_behind(ABCDEF, 1)) == [11, 12, 13, 14, 15, 22]
-    assert cache.match_prefix(ABCDEF).pages == [10]
-    assert cache.evict_behind(ABCDEF, 1) == []
-    assert cache.evict_behind([9, 9], 0) == []
-    assert cache.evict_behind([1, 1], 1) == []
-    assert cache.evict(5) == [10]
-    assert cache.num_evictable_pages == 0
-
-
-def test_what_is_locked_behind_an_evicted_page_stays_until_it_is_unlocked() -> None:
-    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
-    lock = cache.lock(cache.match_prefix(ABCDEF[:6]).node)
-    assert cache.evict_behind(ABCDEF, 1) == [13, 14, 15]
-    lock.release()
-    assert cache.evict_behind(ABCDEF, 1) == [11, 12]
-    assert cache.evict(5) == [10]
-
-
 def test_a_locked_prefix_is_never_evicted() -> None:
     cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
     lock = cache.lock(cache.match_prefix(ABCDEF[:4]).node)
@@ -133,25 +66,6 @@ def test_two_holders_both_protect() -> None:
     assert cache.evict(1) == []
     other.release()
     assert cache.evict(1) == [10]
-
-
-def test_a_split_keeps_the_readers_of_both_halves() -> None:
-    cache = cached((ABCDEF, [10, 11, 12, 13, 14, 15]))
-    lock = cache.lock(cache.match_prefix(ABCDEF).node)
-    cache.match_prefix(ABCDEF[:4])
-    assert cache.num_protected_pages == cache.count_locked_pages() == 6
-    lock.release()
-    assert cache.num_protected_pages == cache.count_locked_pages() == 0
-    assert len(cache.evict(99)) == 6
-
-
-def test_moving_a_lock_protects_the_longer_prefix() -> None:
-    cache = cached((ABCDEF[:4], [10, 11]))
-    lock = cache.lock(cache.match_prefix(ABCDEF[:4]).node)
-    lock.move_to(cache.insert(ABCDEF, [10, 11, 12, 13, 14, 15]).node)
-    assert cache.num_protected_pages == 6
-    lock.release()
-    assert cache.num_protected_pages == 0
 
 
 def test_a_lock_is_released_once() -> None:
@@ -238,20 +152,6 @@ class TestEvictFirst:
         self.added(cache, ABCDEF[:4], [10, 11]).release(evict_first_from=0)
         cache.match_prefix(ABCDEF[:4])
         assert cache.evict(1) == [20]
-
-
-def test_different_extra_keys_share_nothing() -> None:
-    cache = cached(([1, 1, 2, 2], [10, 11]))
-    assert cache.match_prefix([1, 1, 2, 2], "tenant").pages == []
-    assert cache.insert([1, 1, 2, 2], [20, 21], "tenant").duplicates == []
-    assert cache.match_prefix([1, 1, 2, 2], "tenant").pages == [20, 21]
-    assert cache.match_prefix([1, 1, 2, 2]).pages == [10, 11]
-    assert cache.match_prefix([1, 1, 2, 2], "other").pages == []
-
-
-def test_page_size_one() -> None:
-    cache = cached(([1, 2, 3], [10, 11, 12]), page_size=1)
-    assert cache.match_prefix([1, 2, 9]).pages == [10, 11]
 
 
 def test_pages_and_ids_of_an_insert_must_agree() -> None:
