@@ -85,7 +85,7 @@ test-clients: $(DEV)
 test-deploy: $(DEV)
 	@$(BIN)/python -m tests.deploy.image $(ARGS)
 
-# Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, churn, soak.
+# Long runs of what may go wrong. ARGS name some of the parts: corruption, races, matrix, planted, churn, soak.
 chaos: $(DEV)
 	@$(BIN)/python -m tests.chaos $(ARGS)
 

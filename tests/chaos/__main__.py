@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 
-PARTS = ("corruption", "races", "matrix", "churn", "soak")
+PARTS = ("corruption", "races", "matrix", "planted", "churn", "soak")
 
 
 def main() -> int:

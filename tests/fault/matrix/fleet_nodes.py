@@ -13,7 +13,8 @@ from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import load_library
 from shared.timeline import Role
 from tests.fault.matrix.cells import Transport
-from tests.fault.matrix.holding import Order, Sight, run_held, write
+from tests.fault.matrix.held_node import run_held
+from tests.fault.matrix.holding import Order, Sight, write
 from tests.fault.matrix.namespaces import Namespaces
 from tests.forked import Forked
 from tests.modelzoo import make_model
@@ -75,6 +76,7 @@ class HeldNode(Node):
         self._order_path = folder / f"{name}.order"
         self._flags = self.argv[self.argv.index("--port") :]
         self._number = 0
+        self.plants: tuple[str, ...] = ()
 
     def _spawn(self) -> Child:
         args = (Role(self.role), self._order_path, self._flags, self._namespace)
@@ -86,7 +88,7 @@ class HeldNode(Node):
         A node that runs has read it on return, or has ended. One that is stopped is continued before it gets one.
         """
         self._number += 1
-        write(self._order_path, Order(number=self._number, **fields))
+        write(self._order_path, Order(number=self._number, plants=self.plants, **fields))
         read_path = self._order_path.with_suffix(".read")
         until(
             lambda: not self.alive or (read_path.exists() and read_path.read_text() == str(self._number)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,15 +20,13 @@ import msgspec
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from shared.engine.loop_parts import NodeParts
-from shared.engine.node_process import BuildRole, Scheduler, builder_of
+from shared.engine.node_process import Scheduler
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.states import Received, ReceiveEvent, SendEnded
 from shared.protocol.messages import Cancel, ReqKey
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.req import Req
-from shared.timeline import ReqStage, Role
-from tests.fault.matrix.namespaces import enter
-from tests.forked import run_altered_node
+from shared.timeline import ReqStage
 
 POLL_S = 0.005
 SLOW_STEP_S = 0.05
@@ -63,7 +61,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What a node is to do. `number` names the order; `stage` is where `count` sequences are to be held.
 
     With `muster`, the node lets no sequence take room until so many wait for it, so that all go on together. `stall`:
-    the loop stands still. `cut_links`: every link breaks, as often as the order is given.
+    the loop stands still. `cut_links`: every link breaks, as often as the order is given. `plants` names faults.
     """
 
     number: int = 0
@@ -72,6 +70,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     muster: int = 0
     stall: bool = False
     cut_links: bool = False
+    plants: tuple[str, ...] = ()
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):
@@ -323,24 +322,3 @@ def hold(part: object, name: str, instead: Callable[..., Any]) -> None:
     """Have `part` use `instead` for its method `name`."""
     assert callable(getattr(part, name))
     setattr(part, name, instead)
-
-
-def run_held(role: Role, order_path: Path, flags: Sequence[str], namespace: str = "") -> int:
-    """Run a node of the role, which obeys the orders in a file. Returns its exit code."""
-    if namespace:
-        enter(namespace)
-    orders = Orders(order_path)
-
-    def held_builder_of(role: Role) -> BuildRole:
-        def build_held(parts: NodeParts) -> Scheduler:
-            scheduler = builder_of(role)(parts)
-            if isinstance(scheduler, PrefillScheduler):
-                holds = HeldPrefill(parts, scheduler, orders).holds
-            else:
-                assert isinstance(scheduler, DecodeScheduler)
-                holds = HeldDecode(parts, scheduler, orders).holds
-            return HeldScheduler(scheduler, orders, holds)
-
-        return build_held
-
-    return run_altered_node(role, flags, held_builder_of)

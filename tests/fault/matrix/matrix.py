@@ -40,6 +40,7 @@ from tests.fault.matrix.four_requests import (
 )
 from tests.fault.matrix.holding import NUM_STREAMED, Sight, Stage
 from tests.fault.matrix.namespaces import Namespaces, why_no_namespaces
+from tests.fault.matrix.plants import Plant
 from tests.fault.matrix.resources import Resources, resources
 from tests.patience import PATIENCE_S
 from tests.processes import Call, Fleet, Process, Router, is_home, print_logs
@@ -311,6 +312,12 @@ class Matrix:
             print_logs(*self.fleet.processes)
             self.renew()
             raise
+
+    def plant(self, plant: Plant | None) -> None:
+        """From now on this fault acts, and no other one. Orders of the nodes end."""
+        for node in self.nodes:
+            node.plants = (plant.name,) if plant is not None and node.role in plant.roles else ()
+            node.order()
 
     def flush(self) -> None:
         """Empty every cache."""

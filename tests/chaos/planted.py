@@ -1,0 +1,42 @@
+"""Every planted fault (tests/fault/matrix/plants.py): the matrix finds it, by what it does."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.fault.matrix.cells import Transport
+from tests.fault.matrix.finding import find
+from tests.fault.matrix.fleet_nodes import make_matrix_model
+from tests.fault.matrix.matrix import Matrix
+from tests.fault.matrix.plants import PLANTS
+from tests.processes import print_logs
+
+PLANTED_PATIENCE_S = 30.0
+"""What has not come back by then is lost: that is how some faults are found."""
+
+
+def run() -> Iterator[dict[str, object]]:
+    """One after the other, on a fleet that must be whole again behind each."""
+    missed = {}
+    with tempfile.TemporaryDirectory(prefix="baton-planted-") as name:
+        folder = Path(name)
+        model = make_matrix_model(folder / "model")
+        with Matrix(folder / "fleet", model, Transport.SHM, patience_s=PLANTED_PATIENCE_S) as matrix:
+            for plant in PLANTS.values():
+                start = time.monotonic()
+                found = ""
+                try:
+                    found = find(matrix, plant)
+                except AssertionError as error:
+                    print_logs(*matrix.fleet.processes)
+                    missed[plant.name] = str(error)
+                seconds = round(time.monotonic() - start, 1)
+                yield {"planted": plant.name, "found": found[:200], "seconds": seconds}
+                if plant.lasts or not found:
+                    matrix.renew()
+                matrix.flush()
+                matrix.check_home()
+    assert not missed, missed
