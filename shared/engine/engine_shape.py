@@ -74,7 +74,7 @@ class EngineShape:
     @property
     def weights_nbytes(self) -> int:
         """Of all weights, in the type of the engine where they are not quantized."""
-        return weights_nbytes(self.model, self.dtype, is_packed=self.device.type == "cpu")
+        return weights_nbytes(self.model, self.dtype)
 
     @property
     def page_nbytes(self) -> int:

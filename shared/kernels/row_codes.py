@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-_LEAST = 1e-36
+LEAST = 1e-36
 """Rows whose largest value is below this have the codes 0: 127 over it would be infinite."""
 
 
@@ -17,7 +17,7 @@ def quantize_rows(x_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x_RD = x_RD.float()
     most_R = x_RD.abs().amax(-1)
     # Not 127.0 / most_R, which torch computes as 127.0 * (1 / most_R).
-    inverse_R = torch.where(most_R < _LEAST, 0.0, torch.full_like(most_R, 127.0) / most_R)
+    inverse_R = torch.where(most_R < LEAST, 0.0, torch.full_like(most_R, 127.0) / most_R)
     codes_RD = torch.round(x_RD * inverse_R[..., None]).nan_to_num(0.0).clamp(-127, 127)
     return codes_RD.to(torch.int8), most_R / 127.0
 

@@ -55,13 +55,15 @@ class QuantizedLinear:
     """
 
     codes_NK: torch.Tensor
-    """uint8, one code in each."""
+    """uint8, one code in each, or two (`is_packed`)."""
     bits: int
     """8 or 4."""
     scales_NG: torch.Tensor
     """float32."""
     zeros_NG: torch.Tensor | None
     """uint8."""
+    is_packed: bool = False
+    """Whether a byte holds two codes of 4 bits, that of the even input in its lower half: [N, K / 2]. On GPUs."""
     order_K: torch.Tensor | None = None
     """int64: column k of the codes is input order_K[k]. None: the inputs as they come."""
     bias_N: torch.Tensor | None = None
@@ -69,12 +71,12 @@ class QuantizedLinear:
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        return self.codes_NK.shape[0], self.codes_NK.shape[1]
+        return self.codes_NK.shape[0], self.codes_NK.shape[1] << self.is_packed
 
     @property
     def group_size(self) -> int:
         """Inputs that share a scale."""
-        return self.codes_NK.shape[1] // self.scales_NG.shape[1]
+        return self.shape[1] // self.scales_NG.shape[1]
 
     @property
     def is_symmetric(self) -> bool:
@@ -87,10 +89,13 @@ class QuantizedLinear:
         codes_TGK, scales_TG = quantize_rows(
             in_groups(x_TK if self.order_K is None else x_TK[:, self.order_K], size)
         )
-        y_TN = torch.zeros(len(x_TK), len(self.codes_NK), device=x_TK.device)
+        y_TN, each_NK = (
+            torch.zeros(len(x_TK), len(self.codes_NK), device=x_TK.device),
+            self.unpacked().codes_NK,
+        )
         for g in range(self.scales_NG.shape[1]):
             of_group = slice(g * size, (g + 1) * size)
-            weight_NK = self.codes_NK[:, of_group].to(torch.int16) - self._zeros(g)
+            weight_NK = each_NK[:, of_group].to(torch.int16) - self._zeros(g)
             sums_TN = _exact_product(codes_TGK[:, g], weight_NK)
             y_TN += sums_TN.float() * (scales_TG[:, g, None] * self.scales_NG[:, g])
         if self.bias_N is not None:
@@ -99,16 +104,31 @@ class QuantizedLinear:
 
     def dequantized(self) -> torch.Tensor:
         """Return W, [N, K], in float32."""
-        groups_NGK = in_groups(self.codes_NK.float(), self.group_size)
+        groups_NGK = in_groups(self.unpacked().codes_NK.float(), self.group_size)
         zeros = float(1 << (self.bits - 1)) if self.zeros_NG is None else self.zeros_NG[..., None]
         weight_NK: torch.Tensor = ((groups_NGK - zeros) * self.scales_NG[..., None]).flatten(1)
         return weight_NK if self.order_K is None else weight_NK[:, torch.argsort(self.order_K)]
 
     def to(self, device: torch.device) -> QuantizedLinear:
-        """The same layer on `device`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        """The same layer on `device`, packed on a GPU."""
+        packed = self if device.type == "cpu" else self.packed()
+        values = {each.name: getattr(packed, each.name) for each in fields(packed)}
         moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **moved)
+        return replace(packed, **moved)
+
+    def packed(self) -> QuantizedLinear:
+        """Two codes of 4 bits in a byte, where inputs are even."""
+        if self.is_packed or self.bits != 4 or self.codes_NK.shape[1] % 2:
+            return self
+        codes_NK = self.codes_NK[:, ::2] | self.codes_NK[:, 1::2] << 4
+        return replace(self, codes_NK=codes_NK, is_packed=True)
+
+    def unpacked(self) -> QuantizedLinear:
+        """One code in each byte."""
+        if not self.is_packed:
+            return self
+        codes_NK = torch.stack([self.codes_NK & 15, self.codes_NK >> 4], -1).flatten(1)
+        return replace(self, codes_NK=codes_NK, is_packed=False)
 
     def _zeros(self, g: int) -> torch.Tensor | int:
         return 1 << (self.bits - 1) if self.zeros_NG is None else self.zeros_NG[:, g, None].to(torch.int16)

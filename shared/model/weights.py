@@ -267,10 +267,10 @@ def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
     return specs
 
 
-def weights_nbytes(c: ModelConfig, dtype: torch.dtype, *, is_packed: bool) -> int:
+def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the weights of all matrices in `dtype`, and of codes with their scales where they are quantized.
 
-    Codes of 4 bits have a byte each unless they are packed, which only the native kernels' are.
+    Torch alone, on a CPU, has a byte for each code of 4 bits.
     """
     nbytes = c.vocab_size * c.hidden_size * dtype.itemsize
     linears = list(_linears(c))
@@ -281,7 +281,7 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype, *, is_packed: bool) -> in
         if scheme is None or not scheme.has_codes:
             nbytes += n * width * dtype.itemsize
         else:
-            nbytes += n * width * (scheme.bits if is_packed else 8) // 8
+            nbytes += n * width * scheme.bits // 8
             nbytes += 4 * n * (width // (scheme.group_size or width))
     return nbytes
 

@@ -13,9 +13,10 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap
 from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
 from shared.kernels.triton import adjust, norm, rope, sampling
+from shared.kernels.triton.quantized_linear import LEAST_K, Tile, quantized_linear
 from shared.kernels.triton.resolve import resolve
 from shared.kernels.triton.silu_mul import silu_mul
-from shared.model.linear import DenseLinear, Linear
+from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.ops import Rotary
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -47,10 +48,10 @@ class TritonOps:
         return norm.add_norm(x_TD, residual_TD, weight_D, eps)
 
     def linear(self, x_TK: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """One matmul. Quantized weights have no kernel here yet: torch's slow products are exact as well."""
+        """One matmul, and one kernel before it for the codes of x."""
         if isinstance(linear, DenseLinear):
             return self.product(x_TK, linear.weight_NK, linear.bias_N)
-        return linear.multiply(x_TK)
+        return multiply_quantized(x_TK, linear)
 
     def norm_rope_write(
         self,
@@ -72,6 +73,14 @@ class TritonOps:
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""
         return silu_mul(gate_up_TG)
+
+
+def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile | None = None) -> torch.Tensor:
+    """x W^T + bias. Torch multiplies where groups fit no matrix instruction, which no model of a hub needs."""
+    if linear.group_size % LEAST_K or linear.is_packed != (linear.bits == 4):
+        return linear.multiply(x_TK)
+    of_groups = linear.scales_NG, linear.zeros_NG, linear.order_K
+    return quantized_linear(x_TK, linear.codes_NK, *of_groups, linear.bias_N, bits=linear.bits, tile=tile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.engine.cuda.triton_ops import TritonTokens
+from shared.kernels.row_codes import LEAST
 from shared.kernels.triton import (
     adjust,
     attention,
@@ -12,6 +13,7 @@ from shared.kernels.triton import (
     linear,
     norm,
     pages,
+    quantized_linear,
     resolve,
     rope,
     sampling,
@@ -155,6 +157,51 @@ def linear_configuration(
     )
 
 
+def quantized_linear_configuration(
+    tile: quantized_linear.Tile, bits: int, group_size: int, *, is_symmetric: bool
+) -> Configuration:
+    """`quantized_linear_kernel` in bf16."""
+    left_out = ([] if not is_symmetric else ["zeros"]) + ["bias"]
+    return Configuration(
+        name=f"quantized-{tile.m}x{tile.n}-int{bits}-g{group_size}{'' if is_symmetric else '-zeros'}",
+        kernel=quantized_linear.quantized_linear_kernel,
+        types=pointers("i8", "x")
+        | pointers("u8", "weight", *[] if is_symmetric else ["zeros"])
+        | pointers("fp32", "x_scales", "scales")
+        | pointers("i32", "x_sums")
+        | pointers("bf16", "out")
+        | dict.fromkeys("MNK", "i32"),
+        divisible=("N", "K"),
+        constants={"BM": tile.m, "BN": tile.n, "BK": min(group_size, quantized_linear.MOST_K)}
+        | {"GROUP_K": group_size, "BITS": bits, "HAS_ZEROS": not is_symmetric, "HAS_BIAS": False}
+        | dict.fromkeys(left_out),
+        options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
+        has_products=True,
+        min_wide_loads=int(group_size > 32),
+    )
+
+
+def row_codes_configuration(group_size: int, *, has_order: bool) -> Configuration:
+    """`row_codes_kernel` of bf16."""
+    return Configuration(
+        name=f"row-codes-{group_size}{'-order' * has_order}",
+        kernel=quantized_linear.row_codes_kernel,
+        types=pointers("bf16", "x")
+        | pointers("i8", "codes")
+        | pointers("fp32", "scales")
+        | pointers("i32", "sums")
+        | pointers("i64", *["order"] * has_order)
+        | {"K": "i32"},
+        divisible=("K",),
+        constants={"LEAST": LEAST, "GROUP_K": group_size, "BLOCK": group_size, "HAS_ORDER": has_order}
+        | ({} if has_order else {"order": None}),
+        options=same_everywhere(
+            num_warps=quantized_linear.row_codes_warps(group_size), enable_fp_fusion=False
+        ),
+        min_wide_loads=int(group_size >= 1024),
+    )
+
+
 def sample_configuration(name: str, all_greedy: bool) -> Configuration:
     """`sample_kernel` over 151936 tokens."""
     drawn = {
@@ -281,6 +328,15 @@ CONFIGURATIONS = [
     *(linear_configuration(tile, "fp16") for tile in linear.TILES),
     linear_configuration(linear.NARROW, even_k=False),
     linear_configuration(linear.FLOAT32, "fp32"),
+    *(
+        quantized_linear_configuration(tile, *of, is_symmetric=is_symmetric)
+        for tile in (quantized_linear.FEW, quantized_linear.MANY)
+        for of in ((8, 4096), (4, 128), (4, 32))
+        for is_symmetric in (True, False)
+    ),
+    row_codes_configuration(4096, has_order=False),
+    row_codes_configuration(128, has_order=False),
+    row_codes_configuration(128, has_order=True),
     sample_configuration("drawn", all_greedy=False),
     sample_configuration("greedy", all_greedy=True),
     pages_configuration(scatter=False),

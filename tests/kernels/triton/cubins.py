@@ -30,7 +30,7 @@ SHARED_NBYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DOT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
 """Products in TTGIR."""
-SPILLS, MATRIX = r"\b(LDL|STL)\b", r"\b(HMMA|HGMMA|UTCHMMA|IMMA)\b"
+SPILLS, MATRIX = r"\b(LDL|STL)\b", r"\b(HMMA|HGMMA|UTCHMMA|IMMA|IGMMA|UTCIMMA)\b"
 WIDE_LOADS = r"\b(LDG|LDGSTS)\.E[.\w]*\.128\b|\bUTMALDG\b"
 
 

@@ -8,8 +8,10 @@ meta device. So a forward or its sampling that waits for a value raises, and so 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product as pairs_of
 from typing import Any
 
 import torch
@@ -19,8 +21,10 @@ from triton.backends.compiler import GPUTarget
 
 from shared.engine.cuda.batches import EVERYTHING, GREEDY, Extend
 from shared.engine.cuda.triton_kernels import make_triton_kernels
+from shared.engine.cuda.triton_ops import multiply_quantized
 from shared.kernels.triton.linear import ExactLinear
 from shared.kernels.triton.pages import copy_pages
+from shared.model.linear import QuantizedLinear
 from tests.kernels.triton.configurations import CONFIGURATIONS
 from tests.kernels.triton.cubins import Configuration
 from tests.meta_rig import META, MetaRig
@@ -108,12 +112,28 @@ def launch_all() -> None:
         for extends, decodes in FORWARDS:
             for params in (GREEDY, EVERYTHING):
                 rig.run(extends, decodes, params, with_grammars=params is EVERYTHING)
+    for num_rows, layer in pairs_of((1, 300), quantized_layers()):
+        multiply_quantized(torch.empty(num_rows, 4096, dtype=torch.bfloat16, device=META), layer)
     pages = torch.empty(4, 4, 2 * 8 * 16 * 128, dtype=torch.uint8, device=META)
     for num_ids in (1, 16):
         slot = torch.empty(4, num_ids, pages.shape[2], dtype=torch.uint8, device=META)
         for scatter in (False, True):
             block = torch.empty(1 + num_ids + 4 * num_ids, dtype=torch.int64, device=META)
             copy_pages(pages, range(4), slot, block, scatter=scatter)
+
+
+def quantized_layers() -> Iterator[QuantizedLinear]:
+    """W8A8, and 4 bits in groups, with zeros and an order too."""
+    for bits, group_size, has_zeros in ((8, 4096, False), (4, 128, False), (4, 128, True)):
+        num_groups = 4096 // group_size
+        yield QuantizedLinear(
+            codes_NK=torch.empty(6144, 4096 * bits // 8, dtype=torch.uint8, device=META),
+            bits=bits,
+            scales_NG=torch.empty(6144, num_groups, device=META),
+            zeros_NG=torch.empty(6144, num_groups, dtype=torch.uint8, device=META) if has_zeros else None,
+            is_packed=bits == 4,
+            order_K=torch.empty(4096, dtype=torch.int64, device=META) if has_zeros else None,
+        )
 
 
 def require_device(*args: Any, **kwargs: Any) -> None:

@@ -82,14 +82,13 @@ def test_the_bytes_of_weights_are_those_of_their_codes(folders: dict[str, Path])
     table = 512 * 64
     per_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128  # q, k and v; o; gate, up and down
 
-    def nbytes(config: ModelConfig, *, is_packed: bool = True) -> int:
-        return weights_nbytes(config, torch.bfloat16, is_packed=is_packed)
+    def nbytes(config: ModelConfig) -> int:
+        return weights_nbytes(config, torch.bfloat16)
 
     assert nbytes(dense) == 2 * (2 * table + 3 * per_layer)
     fours = load_model_config(folders["w4a16-g32"])
     scales = 4 * per_layer // 32
     assert nbytes(fours) == 2 * 2 * table + 3 * (per_layer // 2 + scales)
-    assert nbytes(fours, is_packed=False) == 2 * 2 * table + 3 * (per_layer + scales)
     assert nbytes(load_model_config(folders["fp8-block"])) == nbytes(dense)
     tied = replace(dense, tie_word_embeddings=True, quantization=quantize_on_load("int8"))
     rows = 64 + 2 * 32 + 64 + 2 * 128 + 64

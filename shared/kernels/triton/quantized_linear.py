@@ -1,0 +1,203 @@
+"""x W^T + bias with weights of 8 or 4 bits: activations become codes of 8 bits, and products are summed as integers.
+
+The slow twin is `QuantizedLinear.multiply`. Sums of a group are exact, and groups are added in ascending order in
+float32, so a row has the same bits for any number of rows and any shape of tiles. Codes of 4 bits lie two in a byte
+and are unpacked in registers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from shared.kernels.row_codes import LEAST
+
+LEAST_K = 32
+"""Inputs of a matrix instruction of int8: groups are multiples of it."""
+MOST_K = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The part of the result that a program computes, [m, n], and how."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+FEW = Tile(16, 64, num_warps=4, num_stages=4)
+MANY = Tile(64, 32, num_warps=4, num_stages=4)
+
+
+@triton.jit
+def row_codes_kernel(
+    x,
+    order,
+    codes,
+    scales,
+    sums,
+    K,
+    LEAST: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+):
+    """One program a group of a row."""
+    row, group, num_groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    i = tl.arange(0, BLOCK)
+    inside = i < GROUP_K
+    k = group * GROUP_K + i
+    source = tl.load(order + k, mask=inside, other=0) if HAS_ORDER else k
+    value = tl.load(x + row * K + source, mask=inside, other=0.0).to(tl.float32)
+    # As integers, so that a NaN is the largest of all.
+    most_bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=0)
+    most = most_bits.to(tl.float32, bitcast=True)
+    inverse = tl.where(most < LEAST, 0.0, tl.div_rn(127.0, tl.where(most < LEAST, 1.0, most)))
+    rounder = 12582912.0  # 1.5 * 2 ** 23: the sum has no bits behind the point, and ties go to even
+    rounded = (value * inverse + rounder) - rounder
+    code = tl.where(rounded == rounded, rounded, 0.0).to(tl.int32)
+    tl.store(codes + row * K + k, code.to(tl.int8), mask=inside)
+    tl.store(scales + row * num_groups + group, tl.div_rn(most, 127.0))
+    tl.store(sums + row * num_groups + group, tl.sum(code, axis=0))
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantized_linear_kernel(
+    x,
+    x_scales,
+    x_sums,
+    weight,
+    scales,
+    zeros,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One program a tile: those of one column follow each other, so that its weights come from the L2 cache."""
+    num_m = tl.cdiv(M, BM)
+    m = tl.program_id(0) % num_m * BM + tl.arange(0, BM)
+    n = tl.program_id(0) // num_m * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    middle: tl.constexpr = 1 << (BITS - 1)
+    has_m, has_n = m < M, n < N
+    num_groups = K // GROUP_K
+    x_at = x + m[:, None].to(tl.int64) * K + k[None, :]
+    if BITS == 4:
+        weight_at = weight + n[:, None].to(tl.int64) * (K // 2) + tl.arange(0, BK // 2)[None, :]
+    else:
+        weight_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for group in range(num_groups):
+        sums = tl.zeros((BM, BN), dtype=tl.int32)
+        for first in range(group * GROUP_K, (group + 1) * GROUP_K, BK):
+            x_part = tl.load(x_at + first, mask=has_m[:, None], other=0)
+            if BITS == 4:
+                pairs = tl.load(weight_at + first // 2, mask=has_n[:, None], other=0)
+                codes = tl.interleave(pairs & 15, pairs >> 4)
+            else:
+                codes = tl.load(weight_at + first, mask=has_n[:, None], other=0)
+            signed = (codes.to(tl.int16) - middle).to(tl.int8)
+            sums = tl.dot(x_part, tl.trans(signed), sums, out_dtype=tl.int32)
+        if HAS_ZEROS:
+            zero = tl.load(zeros + n * num_groups + group, mask=has_n, other=0).to(tl.int32)
+            of_rows = tl.load(x_sums + m * num_groups + group, mask=has_m, other=0)
+            sums += of_rows[:, None] * (middle - zero)[None, :]
+        x_scale = tl.load(x_scales + m * num_groups + group, mask=has_m, other=0.0)
+        scale = tl.load(scales + n * num_groups + group, mask=has_n, other=0.0)
+        total += sums.to(tl.float32) * (x_scale[:, None] * scale[None, :])
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=has_n, other=0.0).to(tl.float32)[None, :]
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=has_m[:, None] & has_n[None, :])
+
+
+def row_codes(
+    x_MK: torch.Tensor, order_K: torch.Tensor | None, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [M, K] int8 of rows in this order, scales [M, G] float32 and sums of codes [M, G] int32."""
+    (M, K), size = x_MK.shape, group_size
+    codes_MK = torch.empty((M, K), dtype=torch.int8, device=x_MK.device)
+    scales_MG = torch.empty((M, K // size), dtype=torch.float32, device=x_MK.device)
+    sums_MG = torch.empty((M, K // size), dtype=torch.int32, device=x_MK.device)
+    block = triton.next_power_of_2(size)
+    row_codes_kernel[(M, K // size)](
+        x_MK,
+        order_K,
+        codes_MK,
+        scales_MG,
+        sums_MG,
+        K,
+        LEAST=LEAST,
+        GROUP_K=size,
+        BLOCK=block,
+        HAS_ORDER=order_K is not None,
+        num_warps=row_codes_warps(block),
+        enable_fp_fusion=False,
+    )
+    return codes_MK, scales_MG, sums_MG
+
+
+def row_codes_warps(block: int) -> int:
+    """Warps for so many elements."""
+    return min(max(block // 512, 1), 8)
+
+
+def quantized_linear(
+    x_MK: torch.Tensor,
+    weight: torch.Tensor,
+    scales_NG: torch.Tensor,
+    zeros_NG: torch.Tensor | None,
+    order_K: torch.Tensor | None,
+    bias_N: torch.Tensor | None,
+    *,
+    bits: int,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return x W^T + bias, [M, N], in the type of x, by a `tile` that is chosen by M.
+
+    `weight` is uint8: [N, K] of 8 bits, or [N, K / 2] of 4, the even input in the lower half. Groups are multiples of
+    LEAST_K. Column k of the weight is input order_K[k].
+    """
+    (M, K), (N, num_groups) = x_MK.shape, scales_NG.shape
+    group_size = K // num_groups
+    out_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
+    if not M:
+        return out_MN
+    tile = tile or (FEW if FEW.m >= M else MANY)
+    quantized_linear_kernel[(triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n),)](
+        *row_codes(x_MK.contiguous(), order_K, group_size),
+        weight,
+        scales_NG,
+        zeros_NG,
+        bias_N,
+        out_MN,
+        M,
+        N,
+        K,
+        BM=tile.m,
+        BN=tile.n,
+        BK=math.gcd(group_size, MOST_K),
+        GROUP_K=group_size,
+        BITS=bits,
+        HAS_ZEROS=zeros_NG is not None,
+        HAS_BIAS=bias_N is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
+    return out_MN

@@ -1,0 +1,72 @@
+"""Products with quantized weights equal their definition in torch, for any number of rows and any tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.engine.cuda.triton_ops import multiply_quantized
+from shared.kernels.row_codes import quantize_rows
+from shared.kernels.triton.quantized_linear import FEW, MANY, Tile, row_codes
+from shared.model.linear import QuantizedLinear, in_groups
+from tests.device import device
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+def layer(n: int, k: int, bits: int, group: int, *, extras: bool) -> QuantizedLinear:
+    """A layer on the device; `extras` are zeros, an order and a bias."""
+    generator = torch.Generator(device()).manual_seed(n)
+    made = QuantizedLinear(
+        codes_NK=torch.randint(0, 1 << bits, (n, k), generator=generator, dtype=torch.uint8),
+        bits=bits,
+        scales_NG=torch.rand(n, k // group, generator=generator) / k,
+        zeros_NG=torch.randint(0, 1 << bits, (n, k // group), generator=generator, dtype=torch.uint8)
+        if extras
+        else None,
+        order_K=torch.randperm(k, generator=generator) if extras else None,
+        bias_N=torch.randn(n, generator=generator) if extras else None,
+    )
+    return made.packed()
+
+
+@pytest.mark.parametrize("tile", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "zeros-order-bias"])
+@pytest.mark.parametrize(("bits", "group"), [(8, 192), (8, 32), (4, 32), (4, 96), (4, 192)])
+def test_the_product_is_that_of_the_definition(bits: int, group: int, extras: bool, tile: Tile) -> None:
+    linear = layer(70, 192, bits, group, extras=extras)
+    x = torch.randn(19, 192, generator=torch.Generator(device()).manual_seed(1))
+    whole = multiply_quantized(x, linear, tile)
+    torch.testing.assert_close(whole, linear.multiply(x), rtol=1e-6, atol=1e-6)
+    for rows in (slice(0, 1), slice(18, 19), slice(3, 19)):
+        assert torch.equal(multiply_quantized(x[rows], linear), whole[rows])
+
+
+@pytest.mark.parametrize("has_order", [False, True], ids=["in order", "in another"])
+def test_codes_of_rows_are_those_of_the_definition(has_order: bool) -> None:
+    linear = layer(8, 96, 8, 32, extras=True)
+    linear = linear if has_order else replace(linear, order_K=None)
+    x = torch.randn(5, 96, generator=torch.Generator(device()).manual_seed(2))
+    x[1], x[2, :4], x[3, 40] = 0.0, torch.tensor([1e38, -1e38, 1e-38, 0.0]), float("nan")
+    codes_MK, scales_MG, sums_MG = row_codes(x, linear.order_K, 32)
+    expected_MGK, expected_MG = quantize_rows(
+        in_groups(x if linear.order_K is None else x[:, linear.order_K], 32)
+    )
+    finite_MG = expected_MG.isfinite()
+    assert torch.equal(codes_MK.view(5, 3, 32)[finite_MG], expected_MGK[finite_MG])
+    assert torch.equal(scales_MG[finite_MG], expected_MG[finite_MG])
+    assert scales_MG[~finite_MG].isnan().all() and (~finite_MG).sum() == 1
+    assert torch.equal(sums_MG[finite_MG], codes_MK.view(5, 3, 32).int().sum(2, dtype=torch.int32)[finite_MG])
+
+
+def test_codes_of_four_bits_are_packed_and_unpacked() -> None:
+    linear = replace(
+        layer(6, 64, 4, 32, extras=False),
+        codes_NK=torch.arange(6 * 64).view(6, 64).byte() & 15,
+        is_packed=False,
+    )
+    packed = linear.packed()
+    assert packed.shape == linear.shape and packed.group_size == 32
+    assert packed.codes_NK.nbytes == 6 * 32 and torch.equal(packed.unpacked().codes_NK, linear.codes_NK)
