@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from router.dispatch.failover import Loss
-
 from planner.cost_model import CostModel
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import SimNode
 from planner.traffic.trace import SimRequest
+from router.dispatch.node import Loss
 from shared.protocol.messages import Drain, ReqKey
 from tests.cluster import Cluster
 from tests.sim.faults import is_empty

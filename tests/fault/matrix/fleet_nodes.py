@@ -42,10 +42,9 @@ TORCH = Computing((), 1e-4)
 def link_flags(transport: str, kv_port: int) -> tuple[str, ...]:
     """What a node is told so that its pages travel over `transport`; only tcp and tls have a `kv_port`."""
     if transport not in OVER_HOSTILE_NETWORKS:
-        kv_dtype = () if transport == Transport.SHM else ("--kv-cache-dtype", "int8")
-        return ("--kv-transfer", transport, *kv_dtype)
+        return ("--kv-transfer", transport)
     tls = ("--kv-tls",) if transport == "tls" else ()
-    return ("--kv-transfer", "tcp", "--kv-port", str(kv_port), *tls, "--kv-cache-dtype", "int8")
+    return ("--kv-transfer", "tcp", "--kv-port", str(kv_port), *tls)
 
 
 def make_fleet_key(folder: Path) -> tuple[str, str]:
@@ -69,7 +68,8 @@ class HeldNode(Node):
         network: Namespaces | None = None,
     ) -> None:
         host = network.address(name) if network is not None else HOST
-        links = link_flags(transport, free_port())
+        kv_dtype = "auto" if transport == Transport.SHM else "int8"
+        links = (*link_flags(transport, free_port()), "--kv-cache-dtype", kv_dtype)
         super().__init__(folder, role, name, "--host", host, "--insecure", *links, *flags)
         self.address = f"{host}:{self.port}"
         self._namespace = network.name_of(name) if network is not None else ""
@@ -119,7 +119,7 @@ def make_matrix_model(folder: Path, **overrides: int) -> Path:
 
 
 def make_matrix_models(folder: Path) -> dict[Transport, Path]:
-    """The model of each transport: bf16 over shared memory, else W8A8 (with KV of int8, `link_flags`)."""
+    """The model of each transport: bf16 over shared memory, else W8A8 (with KV of int8)."""
     dense = make_matrix_model(folder / "dense")
     w8a8 = quantize_folder(dense, folder / "w8a8", compressed_tensors(8, activations=True))
     return {transport: dense if transport is Transport.SHM else w8a8 for transport in Transport}
