@@ -11,7 +11,7 @@ import torch
 from shared.device_streams import CudaStreams
 from shared.host_memory import new_host_buffer
 from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
-from shared.protocol.messages import kv_row_nbytes
+from shared.protocol.messages import SCALE_NBYTES
 
 
 class ReqToTokenPool:
@@ -79,14 +79,14 @@ class TokenToKVPool:
         self.num_layers = num_layers
         self.device = device
         self.dtype = dtype
-        row_nbytes = kv_row_nbytes(head_dim, str(dtype).removeprefix("torch."))
-        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, row_nbytes // dtype.itemsize)
+        row_size = head_dim + SCALE_NBYTES if dtype == torch.int8 else head_dim
+        shape = (num_layers, 2, num_pages, num_kv_heads, page_size, row_size)
         if device.type == "cpu":
             memory = new_host_buffer(math.prod(shape) * dtype.itemsize)
             self.buffer_LSNHPD = memory.view(dtype).view(shape)
         else:
             self.buffer_LSNHPD = torch.zeros(shape, dtype=dtype, device=device)
-        self.page_nbytes = num_kv_heads * page_size * row_nbytes
+        self.page_nbytes = num_kv_heads * page_size * row_size * dtype.itemsize
         """Bytes of one page of one layer, of K or of V alone."""
         if mover is None:
             mover = NumpyPageMover() if device.type == "cpu" else TorchPageMover(CudaStreams(device))

@@ -97,9 +97,13 @@ class NodeRef(Record, frozen=True):
     address: str
 
 
+SCALE_NBYTES = 4
+"""Of the float32 scale of a row of codes in pages of int8."""
+
+
 def kv_row_nbytes(head_dim: int, dtype: str) -> int:
-    """Bytes of the K or the V of a token and a head, in pages of `dtype`: int8 has a float32 scale too."""
-    return head_dim * {"float32": 4, "int8": 1}.get(dtype, 2) + (4 if dtype == "int8" else 0)
+    """Bytes of the K or the V of a token and a head, in pages of `dtype`."""
+    return head_dim * {"float32": 4, "int8": 1}.get(dtype, 2) + (SCALE_NBYTES if dtype == "int8" else 0)
 
 
 class KVLayout(Record, frozen=True):
