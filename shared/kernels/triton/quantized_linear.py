@@ -18,7 +18,8 @@ from shared.kernels.row_codes import LEAST
 
 LEAST_K = 32
 """Inputs of a matrix instruction of int8: groups are multiples of it."""
-MOST_K = 128
+MOST_K = {8: 64, 4: 128}
+"""Inputs of a step, by bits: loads of 16 bytes, and no spilled registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def quantized_linear(
         K,
         BM=tile.m,
         BN=tile.n,
-        BK=math.gcd(group_size, MOST_K),
+        BK=math.gcd(group_size, MOST_K[bits]),
         GROUP_K=group_size,
         BITS=bits,
         HAS_ZEROS=zeros_NG is not None,

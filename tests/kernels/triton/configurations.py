@@ -172,7 +172,7 @@ def quantized_linear_configuration(
         | pointers("bf16", "out")
         | dict.fromkeys("MNK", "i32"),
         divisible=("N", "K"),
-        constants={"BM": tile.m, "BN": tile.n, "BK": min(group_size, quantized_linear.MOST_K)}
+        constants={"BM": tile.m, "BN": tile.n, "BK": min(group_size, quantized_linear.MOST_K[bits])}
         | {"GROUP_K": group_size, "BITS": bits, "HAS_ZEROS": not is_symmetric, "HAS_BIAS": False}
         | dict.fromkeys(left_out),
         options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
