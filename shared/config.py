@@ -54,6 +54,11 @@ class ModelOptions:
         "lm_head in int8), and activations to 8 bits; None: as the checkpoint is",
         choices=("int8", "int4"),
     )
+    weight_only_quantization: bool = flag(
+        False,
+        "multiply quantized weights by activations of 16 bits; without it these become codes of 8 bits, which is "
+        "faster; not for W8A8 checkpoints",
+    )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = flag(
         "auto",

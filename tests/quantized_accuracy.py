@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 from tokenizers import Tokenizer
 
 from deploy.builtin_model.corpus import encode, read_sources
+from shared.config import ModelOptions
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import ForwardLimits
 from shared.engine.progress import Progress
+from shared.engine.resolve import resolve_quantization
 from shared.model.config import load_model_config
 from shared.model.files import resolve_model
-from shared.model.quantization import quantize_on_load
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
 
@@ -50,11 +51,11 @@ def native_logits(
     windows: list[list[int]],
     quantization: str | None = None,
     kv_dtype: torch.dtype = torch.bfloat16,
+    weight_only: bool = False,
 ) -> torch.Tensor:
     """Logits [tokens, V] of every position of all windows, each a prefill of its own."""
-    config = load_model_config(folder)
-    if quantization is not None:
-        config = replace(config, quantization=quantize_on_load(quantization))
+    options = ModelOptions(quantization=quantization, weight_only_quantization=weight_only)
+    config = resolve_quantization(options, load_model_config(folder))
     model = native_model(folder, config, 2, ())
     pages = -(-len(windows[0]) // PAGE_SIZE)
     pool = kv_pool(config, 1 + pages, PAGE_SIZE, kv_dtype)

@@ -48,18 +48,25 @@ def resolve_dtype(options: ModelOptions, model: ModelConfig, device: torch.devic
 
 
 def resolve_quantization(options: ModelOptions, model: ModelConfig) -> ModelConfig:
-    """The model, quantized as `--quantization` says. Raises ConfigError where it is quantized already."""
+    """The model, quantized as the flags say. Raises ConfigError where they do not fit its checkpoint."""
+    quantization = model.quantization
     if options.quantization is not None:
-        if model.quantization is not None:
+        if quantization is not None:
             raise ConfigError(
-                f"--quantization {options.quantization}: the model is quantized already ({model.quantization.name})"
+                f"--quantization {options.quantization}: the model is quantized already ({quantization.name})"
             )
-        return replace(model, quantization=quantize_on_load(options.quantization))
-    if options.load_format == "dummy" and model.quantization is not None:
-        return replace(
-            model, quantization=of_dummy_weights(model.quantization, is_tied=model.tie_word_embeddings)
-        )
-    return model
+        quantization = quantize_on_load(options.quantization)
+    if options.weight_only_quantization:
+        as_shipped = quantization
+        quantization = None if quantization is None else quantization.weight_only()
+        if quantization == as_shipped:
+            of = "not quantized" if as_shipped is None else as_shipped.name
+            raise ConfigError(
+                f"--weight-only-quantization: for weights of 4 or 8 bits without activations of 8, the model is {of}"
+            )
+    if options.load_format == "dummy" and quantization is not None and options.quantization is None:
+        quantization = of_dummy_weights(quantization, is_tied=model.tie_word_embeddings)
+    return replace(model, quantization=quantization)
 
 
 def resolve_schedule(options: ScheduleOptions, device: torch.device) -> ScheduleOptions:

@@ -50,8 +50,8 @@ class QuantizedLinear:
     """A weight of codes: W[n, k] is (code[n, k] - zero[n, g]) * scale[n, g], where g is the group of k.
 
     Rows of x become codes of 8 bits with a scale for each group as well, so that products of codes are added up as
-    integers, exactly in any order. Groups are added up in ascending order. Without `zeros_NG`, all are
-    2 ** (bits - 1).
+    integers, exactly in any order, unless the layer `is_weight_only`. Groups are added up in ascending order. Without
+    `zeros_NG`, all are 2 ** (bits - 1).
     """
 
     codes_NK: torch.Tensor
@@ -67,6 +67,8 @@ class QuantizedLinear:
     order_K: torch.Tensor | None = None
     """int64: column k of the codes is input order_K[k]. None: the inputs as they come."""
     bias_N: torch.Tensor | None = None
+    is_weight_only: bool = False
+    """Whether x stays in 16 bits."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,6 +87,9 @@ class QuantizedLinear:
 
     def multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias, [T, N], in the type of x."""
+        if self.is_weight_only:
+            y_TN = x_TK.float() @ self.dequantized().T
+            return (y_TN if self.bias_N is None else y_TN + self.bias_N).to(x_TK.dtype)
         size = self.group_size
         codes_TGK, scales_TG = quantize_rows(
             in_groups(x_TK if self.order_K is None else x_TK[:, self.order_K], size)

@@ -22,7 +22,14 @@ from shared.kernels.cpu.decoder import (
     LinearDesc,
 )
 from shared.kernels.cpu.library import Team
-from shared.kernels.cpu.linear import PanelArena, in_panels, nibbles, pack_gate_up, pack_rows
+from shared.kernels.cpu.linear import (
+    PanelArena,
+    in_panels,
+    middle_exchanged,
+    nibbles,
+    pack_gate_up,
+    pack_rows,
+)
 from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear, stack
@@ -163,6 +170,7 @@ class Packer:
             if linear.zeros_NG is not None:
                 desc.zeros = self._copy(in_panels(linear.zeros_NG, is_gate_up=is_gate_up), torch.uint8)
             desc.order = self._copy(linear.order_K, torch.int32)
+            desc.weight_only = linear.is_weight_only
         return desc
 
 
@@ -177,4 +185,5 @@ def _rows_of(linear: Linear) -> torch.Tensor:
     """The rows that are packed: bf16, or bytes of codes."""
     if isinstance(linear, DenseLinear):
         return linear.weight_NK
-    return linear.codes_NK if linear.bits == 8 else nibbles(linear.codes_NK)
+    codes_NK = middle_exchanged(linear.codes_NK) if linear.is_weight_only else linear.codes_NK
+    return codes_NK if linear.bits == 8 else nibbles(codes_NK)

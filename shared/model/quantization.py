@@ -43,7 +43,7 @@ class Layout(Enum):
     INT_QUANTIZED = "compressed-tensors int-quantized"
     PACK_QUANTIZED = "compressed-tensors pack-quantized"
     FLOAT_QUANTIZED = "compressed-tensors float-quantized"
-    FP8_BLOCKS = "fp8"
+    FP8_BLOCKS = "blocks"
     AWQ = "awq"
     GPTQ = "gptq"
     GPTQ_V2 = "gptq_v2"
@@ -61,22 +61,43 @@ class Scheme:
     """Whether the groups of the inputs are in any order, which a tensor g_idx gives (GPTQ's desc_act)."""
     block: tuple[int, int | None] | None = None
     """Of FP8: outputs and inputs that share a scale; None for all inputs, and for all of both."""
+    is_weight_only: bool = False
+    """Whether activations stay in 16 bits (`--weight-only-quantization`)."""
 
     @property
     def has_codes(self) -> bool:
         """Whether the layer is computed with integers. FP8 is decoded instead."""
         return self.layout not in (Layout.FLOAT_QUANTIZED, Layout.FP8_BLOCKS)
 
+    @property
+    def name(self) -> str:
+        """Such as W4A8 awq: the bits of weights and activations, and the format."""
+        bits = f"W{self.bits}A{16 if self.is_weight_only else 8}" if self.has_codes else "FP8"
+        return f"{bits} {self.layout.value}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """The schemes of a model's linear layers."""
 
-    name: str
-    """As `/server_info` shows it."""
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     """(targets, scheme). A target is the name of a layer, `re:` and a regex, or Linear for all."""
     ignored: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As `/server_info` shows it, and nodes compare it."""
+        return ", ".join(sorted({scheme.name for _, scheme in self.schemes}))
+
+    def weight_only(self) -> Quantization:
+        """The same with activations of 16 bits, where the checkpoint does not ask for 8."""
+
+        def of(scheme: Scheme) -> Scheme:
+            return replace(
+                scheme, is_weight_only=scheme.has_codes and scheme.layout is not Layout.INT_QUANTIZED
+            )
+
+        return replace(self, schemes=tuple((targets, of(scheme)) for targets, scheme in self.schemes))
 
     def scheme_of(self, layer: str) -> Scheme | None:
         """The scheme of a linear layer, such as model.layers.0.self_attn.q_proj. None: it is not quantized."""
@@ -113,9 +134,7 @@ def quantize_on_load(name: str) -> Quantization:
     int8 = Scheme(layout=Layout.ON_LOAD, bits=8, group_size=None, is_symmetric=True)
     int4 = Scheme(layout=Layout.ON_LOAD, bits=4, group_size=GROUP_SIZE_ON_LOAD, is_symmetric=True)
     layers = {"int8": int8, "int4": int4}[name]
-    return Quantization(
-        name=f"{name} {Layout.ON_LOAD.value}", schemes=((("lm_head",), int8), (("Linear",), layers))
-    )
+    return Quantization(schemes=((("lm_head",), int8), (("Linear",), layers)))
 
 
 def _matches(layer: str, target: str) -> bool:
@@ -215,7 +234,7 @@ def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
                 block=fields.weight_block_size,
             )
             ignored = (*_anywhere(fields.modules_to_not_convert or ()), "lm_head")
-            return Quantization(name="FP8 blocks", schemes=((("Linear",), scheme),), ignored=ignored)
+            return Quantization(schemes=((("Linear",), scheme),), ignored=ignored)
         case "awq":
             return _awq(_convert(raw, _Awq, path), path)
         case "gptq":
@@ -241,10 +260,7 @@ def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
         (tuple(group.targets), _scheme(group, group.format or fields.format, f"config_groups.{name}", path))
         for name, group in fields.config_groups.items()
     )
-    formats = sorted(
-        {f"{'W' if scheme.has_codes else 'FP'}{scheme.bits} {scheme.layout.value}" for _, scheme in schemes}
-    )
-    return Quantization(name=", ".join(formats), schemes=schemes, ignored=tuple(fields.ignore or ()))
+    return Quantization(schemes=schemes, ignored=tuple(fields.ignore or ()))
 
 
 def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Scheme:
@@ -347,7 +363,7 @@ def _awq(fields: _Awq, path: Path) -> Quantization:
         )
     scheme = Scheme(layout=Layout.AWQ, bits=4, group_size=_group_size(fields.group_size), is_symmetric=False)
     ignored = (*_anywhere(fields.modules_to_not_convert or ()), "lm_head")
-    return Quantization(name="W4 awq", schemes=((("Linear",), scheme),), ignored=ignored)
+    return Quantization(schemes=((("Linear",), scheme),), ignored=ignored)
 
 
 def _gptq(fields: _Gptq, path: Path) -> Quantization:
@@ -366,7 +382,7 @@ def _gptq(fields: _Gptq, path: Path) -> Quantization:
         has_order=fields.desc_act,
     )
     ignored = () if fields.lm_head else ("lm_head",)
-    return Quantization(name=f"W{fields.bits} gptq", schemes=((("Linear",), scheme),), ignored=ignored)
+    return Quantization(schemes=((("Linear",), scheme),), ignored=ignored)
 
 
 def _group_size(size: int) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -161,7 +161,8 @@ class WeightReader:
                 yield first_row, DenseLinear(weight_NK=dense, bias_N=None)
             else:
                 size = LinearSpec("lm_head", c.vocab_size, c.hidden_size, scheme).group_size
-                yield first_row, quantize_weight(piece, bits=scheme.bits, group_size=size)
+                quantized = quantize_weight(piece, bits=scheme.bits, group_size=size)
+                yield first_row, replace(quantized, is_weight_only=scheme.is_weight_only)
             if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())
 

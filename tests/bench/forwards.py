@@ -49,6 +49,7 @@ class Forwards:
         num_tokens: int,
         max_batch: int,
         quantization: str | None = None,
+        weight_only: bool = False,
         kv_cache_dtype: str = "auto",
     ) -> Forwards:
         """A random model on cores of this machine."""
@@ -57,6 +58,7 @@ class Forwards:
                 model=str(random_model(model)),
                 cpu_cores=CpuCores(len(cores), tuple(cores)),
                 quantization=quantization,
+                weight_only_quantization=weight_only,
             ),
             cache=CacheOptions(
                 max_total_tokens=num_tokens, page_size=PAGE_SIZE, kv_cache_dtype=kv_cache_dtype

@@ -7,6 +7,7 @@ The built-in model on windows of its held-out text, one token after the other. D
     top1          share of positions whose likeliest token is that of float32
     their_kl      what transformers has for the same file. Where it computes weights alone (all but W8A8), this is the
                   dense model that the file stands for: activations of 8 bits are what the difference costs
+    weight_only_kl  with `--weight-only-quantization`
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ def main() -> Iterator[dict[str, Any]]:
     windows, builtin = held_out(NUM_WINDOWS, LENGTH), resolve_model("builtin")
     exact = their_logits(builtin, windows)
 
-    def row(name: str, ours: Distance, theirs: Distance | None = None) -> dict[str, Any]:
+    def row(
+        name: str, ours: Distance, theirs: Distance | None = None, weight_only: Distance | None = None
+    ) -> dict[str, Any]:
         figures = {key: round(value, 5) for key, value in asdict(ours).items()}
-        their_kl = None if theirs is None else round(theirs.kl, 5)
-        return {"bench": "quantized", "format": name, **figures, "their_kl": their_kl}
+        others = {"their_kl": theirs, "weight_only_kl": weight_only}
+        kl = {key: None if of is None else round(of.kl, 5) for key, of in others.items()}
+        return {"bench": "quantized", "format": name, **figures, **kl}
 
     yield row("float32", Distance.of(exact, exact, windows))
     yield row("bf16", Distance.of(native_logits(builtin, windows), exact, windows))
@@ -54,8 +58,10 @@ def main() -> Iterator[dict[str, Any]]:
         for name in FORMATS:
             folder = write_format(name, Path(scratch) / name)
             theirs = their_logits(folder if name == "W8A8" else folder / "dense", windows)
-            ours = Distance.of(native_logits(folder, windows), exact, windows)
-            yield row(name, ours, Distance.of(theirs, exact, windows))
+            ours, weight_only = Distance.of(native_logits(folder, windows), exact, windows), None
+            if name not in ("W8A8", "FP8 channel", "FP8 blocks"):
+                weight_only = Distance.of(native_logits(folder, windows, weight_only=True), exact, windows)
+            yield row(name, ours, Distance.of(theirs, exact, windows), weight_only)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

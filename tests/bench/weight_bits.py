@@ -1,7 +1,8 @@
 """What do weights of 8 and 4 bits save, in decode steps and in a prefill?
 
-The same model three times in one process, with bf16, int8 and int4 weights (`--quantization`), each step in turn with
-the others and with a streaming read on the same cores:
+The same model four times in one process, with bf16, int8 and int4 weights (`--quantization`), those of int4 also with
+activations of 16 bits (`--weight-only-quantization`), each step in turn with the others and with a streaming read on
+the same cores:
 
     int8_speedup   step of bf16 / step of int8, the median of pairs
     ratio_read     what reading the weights and the KV once would take / the step
@@ -24,7 +25,12 @@ from tests.bench.table import Row
 
 BATCHES = (1, 2, 4, 8, 16)
 CONTEXT, PROMPT = 64, 2048
-QUANTIZATIONS = (None, "int8", "int4")
+ENGINES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "int4_weight_only": {"quantization": "int4", "weight_only": True},
+}
 Step = Callable[[Forwards], ModelWorkerBatch]
 
 
@@ -40,10 +46,8 @@ def measure(model: str, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The rows of some cores."""
     read = StreamingRead(cores)
     engines = {
-        quantization or "bf16": Forwards.on_cores(
-            model, cores, num_tokens=16 * CONTEXT + PROMPT, max_batch=16, quantization=quantization
-        )
-        for quantization in QUANTIZATIONS
+        name: Forwards.on_cores(model, cores, num_tokens=16 * CONTEXT + PROMPT, max_batch=16, **options)
+        for name, options in ENGINES.items()
     }
     shape = engines["bf16"].shape
     steps: list[tuple[str, int, int, Step]] = [
@@ -71,7 +75,7 @@ def measure(model: str, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
                     row |= figure(
                         f"{bits}_ratio_read", ratios([nbytes / 1e9 / rate for rate in gb_s], of_bits)
                     )
-            for bits in ("int8", "int4"):
+            for bits in tuple(took)[1:]:
                 row |= figure(f"{bits}_speedup", ratios(took["bf16"], took[bits]))
             yield row
     finally:

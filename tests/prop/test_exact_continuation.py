@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -19,16 +19,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from shared.config import ModelOptions
 from shared.engine.backends import LoadedModel
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import ForwardLimits
 from shared.engine.logprobs import RawLogprobs
 from shared.engine.progress import Progress
+from shared.engine.resolve import resolve_quantization
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.row_codes import split_codes
 from shared.model.config import ModelConfig, load_model_config
-from shared.model.quantization import quantize_on_load
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.kernels.cpu.conftest import BUILDS
 from tests.modelzoo import make_model, random_prompt
@@ -42,6 +43,7 @@ QUANTIZED = {
     "qwen3-w8a8": ("qwen3", lambda: compressed_tensors(8, activations=True)),
     "llama-gptq": ("llama", lambda: gptq(4, 32, desc_act=True)),
     "llama-int4": ("llama", lambda: None),
+    "qwen3-gptq-weight-only": ("qwen3", lambda: gptq(4, 32, desc_act=True)),
     "qwen3-kv-int8": ("qwen3", lambda: None),
     "llama-w8a8-kv-int8": ("llama", lambda: compressed_tensors(8, activations=True)),
 }
@@ -160,14 +162,11 @@ class Native:
 
     folder: Path
     flags: Sequence[str]
-    quantization: str | None = None
-    """What is made of a dense model while it is loaded."""
-    kv_dtype: torch.dtype = torch.bfloat16
+    options: ModelOptions
+    kv_dtype: torch.dtype
 
     def engine(self, num_threads: int, page_size: int) -> Engine:
-        config = load_model_config(self.folder)
-        if self.quantization is not None:
-            config = replace(config, quantization=quantize_on_load(self.quantization))
+        config = resolve_quantization(self.options, load_model_config(self.folder))
         model = native_model(self.folder, config, num_threads, self.flags)
         return Engine(config, model, page_size, CPU, self.kv_dtype)
 
@@ -181,7 +180,11 @@ def flags(request: pytest.FixtureRequest) -> Sequence[str]:
 def native(request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequence[str]) -> Native:
     name: str = request.param
     kv_dtype = torch.int8 if name.endswith("kv-int8") else torch.bfloat16
-    return Native(folders[name], flags, "int4" if name.endswith("int4") else None, kv_dtype)
+    options = ModelOptions(
+        quantization="int4" if name.endswith("int4") else None,
+        weight_only_quantization=name.endswith("weight-only"),
+    )
+    return Native(folders[name], flags, options, kv_dtype)
 
 
 @pytest.fixture(scope="module")

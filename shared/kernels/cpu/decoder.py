@@ -25,7 +25,8 @@ _Int = ctypes.c_int64
 class LinearDesc(ctypes.Structure):
     """A linear weight: `panels` in the layout of `src/linear.h`, `bias` float32 [n] or null.
 
-    `bits` is 16 for bf16. The fields behind it are those of 8 and 4: float32, uint8 and int32.
+    `bits` is 16 for bf16. The fields behind it are those of 8 and 4: float32, uint8 and int32. `weight_only` is 1
+    where activations stay in 16 bits.
     """
 
     _fields_ = (
@@ -38,6 +39,7 @@ class LinearDesc(ctypes.Structure):
         ("scales", _Pointer),
         ("zeros", _Pointer),
         ("order", _Pointer),
+        ("weight_only", _Int),
     )
 
 

@@ -68,6 +68,14 @@ def nibbles(codes_NK: torch.Tensor) -> torch.Tensor:
     return packed_NB
 
 
+def middle_exchanged(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Of each four codes in a row the second and third exchanged, which `src/linear_weight_only.h` reads as pairs."""
+    n, k = codes_NK.shape
+    out_NK = new_mapping(n * k).view(n, k)
+    out_NK.view(n, k // 4, 2, 2).copy_(codes_NK.reshape(n, k // 4, 2, 2).transpose(2, 3))
+    return out_NK
+
+
 def in_panels(values_NG: torch.Tensor, *, is_gate_up: bool = False) -> torch.Tensor:
     """Values of outputs in the order of panels, [P, G, 64]; those of columns past N are 0."""
     parts = values_NG.chunk(2) if is_gate_up else (values_NG,)

@@ -21,7 +21,7 @@ ACTIVATION_GROUP = 128
 
 A scale for the whole token would lose twice as much.
 """
-_WEIGHT_ONLY = (Layout.PACK_QUANTIZED, Layout.AWQ, Layout.GPTQ, Layout.GPTQ_V2)
+_WEIGHTS_ALONE = (Layout.PACK_QUANTIZED, Layout.AWQ, Layout.GPTQ, Layout.GPTQ_V2)
 _PIECE_WORDS = 1 << 18
 
 
@@ -72,7 +72,8 @@ class LinearSpec:
                 raise ModelError(f"{self.name}.g_idx: does not give {self.group_size} inputs to each group")
             if torch.equal(order_K, torch.arange(self.k)):
                 order_K = None
-        if self.scheme.layout in _WEIGHT_ONLY and self.k % ACTIVATION_GROUP == 0 and self.num_groups == 1:
+        is_widened = self.scheme.layout in _WEIGHTS_ALONE and not self.scheme.is_weight_only
+        if is_widened and self.k % ACTIVATION_GROUP == 0 and self.num_groups == 1:
             num_groups = self.k // ACTIVATION_GROUP
             scales_NG = scales_NG.expand(-1, num_groups)
             zeros_NG = None if zeros_NG is None else zeros_NG.expand(-1, num_groups)
@@ -82,7 +83,7 @@ class LinearSpec:
             scales_NG=scales_NG.float(),
             zeros_NG=zeros_NG,
             order_K=order_K,
-            bias_N=None,
+            is_weight_only=self.scheme.is_weight_only,
         )
 
 

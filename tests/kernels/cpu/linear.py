@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.kernels.cpu.library import Team
-from shared.model.linear import DenseLinear, Linear
+from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.packed_weights import Packer
 from tests.kernels.cpu.prototypes import kernel
 
@@ -64,6 +64,7 @@ class PackedLinear:
         self._packer = Packer(team)
         self.desc = self._packer.linear(linear, is_gate_up=is_gate_up)
         self.n, self.k = linear.shape
+        self.order_K = linear.order_K if isinstance(linear, QuantizedLinear) else None
         self.panels = next(
             kept for kept in self._packer.kept if isinstance(kept, torch.Tensor) and kept.dim() == 4
         )
@@ -109,8 +110,9 @@ def _multiply(
     team: Team, function: str, x_MK: torch.Tensor, w: PackedLinear, out: torch.Tensor
 ) -> torch.Tensor:
     assert x_MK.dtype == torch.bfloat16 and x_MK.is_contiguous() and x_MK.shape[1] == w.k
-    rows = RowsDesc(x_MK.data_ptr())
-    if w.desc.bits < 16:
+    in_order_MK = x_MK if w.order_K is None else x_MK[:, w.order_K].contiguous()
+    rows = RowsDesc(in_order_MK.data_ptr())
+    if w.desc.bits < 16 and not w.desc.weight_only:
         codes = quantize(team, x_MK, w.desc.group, w.desc.order)
         rows = RowsDesc(None, codes.desc)
     kernel(team, function)(

@@ -37,13 +37,15 @@ class Shape:
     zeros: bool = False
     bias: bool = False
     order: bool = False
+    weight_only: bool = False
 
     def __str__(self) -> str:
         flags = "-zeros" * self.zeros + "-bias" * self.bias + "-order" * self.order
+        flags += "-weight-only" * self.weight_only
         return f"m{self.m}-n{self.n}-k{self.k}-w{self.bits}g{self.group}{flags}"
 
 
-SHAPES = [
+OF_BOTH = [
     Shape(1, 64, 4, 8, 4),
     Shape(1, 130, 96, 8, 96, bias=True),
     Shape(2, 16, 8, 4, 8),
@@ -56,6 +58,7 @@ SHAPES = [
     Shape(301, 24, 2048, 4, 128, zeros=True),
     Shape(0, 64, 32, 8, 32),
 ]
+SHAPES = [replace(shape, weight_only=weight_only) for weight_only in (False, True) for shape in OF_BOTH]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -73,6 +76,7 @@ def layer_of(shape: Shape, seed: int = 7) -> QuantizedLinear:
         zeros_NG=codes(shape.n, num_groups) if shape.zeros else None,
         order_K=torch.randperm(shape.k, generator=generator) if shape.order else None,
         bias_N=torch.randn(shape.n, generator=generator) if shape.bias else None,
+        is_weight_only=shape.weight_only,
     )
 
 
@@ -81,10 +85,11 @@ def rows_of(shape: Shape) -> torch.Tensor:
 
 
 def expected_of(layer: QuantizedLinear, x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result in float32, and how far float32 sums over groups may be from it."""
+    """The result in float32, and how far float32 sums over groups, or over inputs, may be from it."""
     y_MN = layer.multiply(x_MK.float())
     magnitude_MN = x_MK.float().abs() @ layer.dequantized().abs().T
-    return y_MN, 4 * (layer.scales_NG.shape[1] + 2) * U * (magnitude_MN + y_MN.abs()) + 1e-30
+    summands = layer.shape[1] if layer.is_weight_only else layer.scales_NG.shape[1]
+    return y_MN, 4 * (summands + 2) * U * (magnitude_MN + y_MN.abs()) + 1e-30
 
 
 def assert_within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
@@ -124,7 +129,14 @@ def test_integers_are_exact_up_to_the_largest(team: Team) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(70, 192, 96, 8, 96), Shape(70, 192, 256, 4, 32, zeros=True)], ids=str
+    "shape",
+    [
+        Shape(70, 192, 96, 8, 96),
+        Shape(70, 192, 256, 4, 32, zeros=True),
+        Shape(70, 192, 640, 8, 640, weight_only=True),
+        Shape(70, 192, 256, 4, 32, zeros=True, weight_only=True),
+    ],
+    ids=str,
 )
 def test_a_row_has_the_same_bits_in_any_batch_and_team(library: ctypes.CDLL, shape: Shape) -> None:
     x_MK, layer = rows_of(shape), layer_of(shape)
@@ -154,9 +166,11 @@ def test_codes_of_rows_are_those_of_the_definition(team: Team, k: int, group: in
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_that_is_not_finite_gives_nothing_finite(team: Team, bits: int, bad: float) -> None:
-    shape = Shape(3, 64, 64, bits, 32)
+@pytest.mark.parametrize(("bits", "weight_only"), [(8, False), (4, False), (4, True)])
+def test_a_row_that_is_not_finite_gives_nothing_finite(
+    team: Team, bits: int, weight_only: bool, bad: float
+) -> None:
+    shape = Shape(3, 64, 64, bits, 32, weight_only=weight_only)
     x_MK = rows_of(shape)
     x_MK[1, 40] = bad
     y = linear_float(team, x_MK, PackedLinear(team, layer_of(shape)))

@@ -56,6 +56,7 @@ class Decoder {
   void attend(const BatchDesc&, const KVPages&, const bf16* q, bf16* out);
   void mlp(const LayerDesc&, float* residual, int64_t num_rows);
   Codes codes_of(int64_t m, const PackedLinear&);
+  const bf16* in_order(const bf16* x, int64_t m, const PackedLinear&);
   Rows normed(const float* residual, int64_t m, const float* weight, const PackedLinear& reader);
   Rows rows_of(const bf16* x, int64_t m, const PackedLinear& reader);
 
@@ -66,7 +67,7 @@ class Decoder {
 
   std::vector<int64_t> ids_, positions_, pages_, offsets_, wanted_;
   Scratch<float> residual_, wanted_residual_, rotary_;
-  Scratch<bf16> normed_, wide_, q_, attended_;
+  Scratch<bf16> normed_, wide_, q_, attended_, ordered_;
   Scratch<int8_t> codes_;
   Scratch<float> code_scales_;
   Scratch<int32_t> code_sums_;
@@ -200,17 +201,27 @@ Rows Decoder::normed(const float* residual, int64_t m, const float* weight, cons
     rms_norm(team_, residual, m, model_.hidden_size, weight, model_.rms_norm_eps, out);
   };
   Rows rows;
-  if (reader.has_codes()) norm(rows.codes = codes_of(m, reader));
+  if (reader.takes_codes()) norm(rows.codes = codes_of(m, reader));
   else {
     bf16* const values = normed_.of(m * model_.hidden_size);
-    norm(values), rows.values = values;
+    norm(values), rows.values = in_order(values, m, reader);
   }
   return rows;
 }
 
-// The rows x, as `reader` reads them. Codes are good until the next call.
+// Rows x in the order of a weight. Good until the next call.
+const bf16* Decoder::in_order(const bf16* x, int64_t m, const PackedLinear& w) {
+  if (w.order == nullptr) return x;
+  bf16* const rows = ordered_.of(m * w.k);
+  team_.each(m, [&](int64_t row) {
+    for (int64_t i = 0; i < w.k; i++) rows[row * w.k + i] = x[row * w.k + w.order[i]];
+  });
+  return rows;
+}
+
+// The rows x, as `reader` reads them. Good until the next call.
 Rows Decoder::rows_of(const bf16* x, int64_t m, const PackedLinear& reader) {
-  if (!reader.has_codes()) return {x};
+  if (!reader.takes_codes()) return {in_order(x, m, reader)};
   const Codes codes = codes_of(m, reader);
   quantize(team_, x, m, codes);
   return {nullptr, codes};

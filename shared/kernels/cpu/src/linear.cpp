@@ -7,6 +7,7 @@
 #include "linear_epilogue.h"
 #include "linear_int8.h"
 #include "linear_int8_amx.h"
+#include "linear_weight_only.h"
 
 namespace baton {
 namespace {
@@ -63,11 +64,22 @@ void multiply_codes(Team& team, const Codes& x, int64_t m, const PackedLinear& w
   });
 }
 
+template <int Bits, class Epilogue>
+void multiply_weight_only(Team& team, const bf16* x, int64_t m, const PackedLinear& w, const Epilogue& epilogue) {
+  constexpr int64_t kUnpacked = 4;  // a block has so many times the rows of others, since a panel costs more
+  each_panel(team, m, 2 * w.k / kUnpacked, w, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
+    const auto finish = [&](int64_t row, const float* y) { epilogue(row, panel, y); };
+    weight_only::rows_times_panel<Bits>(x, begin, end, w.k, w.group, int8::panel_of(w, panel), finish);
+  });
+}
+
 template <class Epilogue>
 void multiply(Team& team, const Rows& x, int64_t m, const PackedLinear& w, const Epilogue& epilogue) {
   switch (w.bits) {
-    case 4: return multiply_codes<4>(team, x.codes, m, w, epilogue);
-    case 8: return multiply_codes<8>(team, x.codes, m, w, epilogue);
+    case 4: return w.weight_only ? multiply_weight_only<4>(team, x.values, m, w, epilogue)
+                                 : multiply_codes<4>(team, x.codes, m, w, epilogue);
+    case 8: return w.weight_only ? multiply_weight_only<8>(team, x.values, m, w, epilogue)
+                                 : multiply_codes<8>(team, x.codes, m, w, epilogue);
     default: return multiply_values(team, x.values, m, w, epilogue);
   }
 }

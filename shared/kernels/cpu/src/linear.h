@@ -8,7 +8,7 @@
 // bf16 is multiplied by bf16, and products are added up in float32, over k in the same order for any m. Codes are
 // multiplied by codes of x (quantize.h), and products are added up as integers, which is exact in any order. Groups of k
 // with a scale of their own are added up in float32, in ascending order. So the result of a row does not depend on the
-// batch.
+// batch. Where activations are to stay in 16 bits, codes become bf16 instead.
 #pragma once
 #include "quantize.h"
 #include "threads.h"
@@ -28,11 +28,12 @@ struct PackedLinear {
   const float* scales;
   const uint8_t* zeros;  // null: all are 2^(bits - 1)
   const int32_t* order;  // [k], the column of x for each k. Null: k itself
+  int64_t weight_only;   // 1: x stays bf16 (linear_weight_only.h). In each four codes the middle two are exchanged
 
-  bool has_codes() const { return bits < 16; }
+  bool takes_codes() const { return bits < 16 && !weight_only; }
 };
 
-// Rows of x for a weight: bf16, or codes where the weight has codes.
+// Rows of x for a weight, in its order: bf16, or codes where it takes codes.
 struct Rows {
   const bf16* values = nullptr;  // [m][k]
   Codes codes{};

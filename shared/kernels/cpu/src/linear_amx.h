@@ -13,12 +13,12 @@ constexpr int kMaxRows = 2 * kTileRows;
 
 inline bool usable(int64_t k) { return k % kTileK == 0 && permitted(); }
 
-// y[rows][64] for up to 16 rows, with the sums in tiles 0 to 3.
-inline void sum_16_rows(const bf16* x, int64_t k, const bf16* panel, float* y) {
+// y[rows][64] for up to 16 rows, `row_size` elements from row to row, with the sums in tiles 0 to 3.
+inline void sum_16_rows(const bf16* x, int64_t row_size, int64_t k, const bf16* panel, float* y) {
   zero<0>(), zero<1>(), zero<2>(), zero<3>();
   for (int64_t i = 0; i < k; i += kTileK, panel += kTileK * kPanel) {
     constexpr int64_t stride = 4 * kPanel;  // bytes of a pair of k in a panel
-    load<4>(x + i, 2 * k);
+    load<4>(x + i, 2 * row_size);
     load<6>(panel, stride), dot<0, 4, 6>();
     load<7>(panel + 32, stride), dot<1, 4, 7>();
     load<6>(panel + 64, stride), dot<2, 4, 6>();
@@ -28,12 +28,12 @@ inline void sum_16_rows(const bf16* x, int64_t k, const bf16* panel, float* y) {
 }
 
 // y[rows][64] for 17 to 32 rows, 32 columns at a time, so that each loaded tile is used in two products.
-inline void sum_32_rows(const bf16* x, int64_t k, const bf16* panel, float* y) {
+inline void sum_32_rows(const bf16* x, int64_t row_size, int64_t k, const bf16* panel, float* y) {
   for (int half = 0; half < 2; half++, panel += 64, y += 32) {
     zero<0>(), zero<1>(), zero<2>(), zero<3>();
     const bf16* w = panel;
     for (int64_t i = 0; i < k; i += kTileK, w += kTileK * kPanel) {
-      load<4>(x + i, 2 * k), load<5>(x + kTileRows * k + i, 2 * k);
+      load<4>(x + i, 2 * row_size), load<5>(x + kTileRows * row_size + i, 2 * row_size);
       load<6>(w, 4 * kPanel), dot<0, 4, 6>(), dot<2, 5, 6>();
       load<7>(w + 32, 4 * kPanel), dot<1, 4, 7>(), dot<3, 5, 7>();
     }
@@ -64,8 +64,8 @@ void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, cons
   for (int64_t row = begin; row < end; row += kMaxRows) {
     const int rows = int(end - row < kMaxRows ? end - row : kMaxRows);
     if (rows != configured) configure(shapes_of(configured = rows));
-    if (rows > kTileRows) sum_32_rows(x + row * k, k, panel, y);
-    else sum_16_rows(x + row * k, k, panel, y);
+    if (rows > kTileRows) sum_32_rows(x + row * k, k, k, panel, y);
+    else sum_16_rows(x + row * k, k, k, panel, y);
     for (int r = 0; r < rows; r++) finish(row + r, y + r * kPanel);
   }
   release();

@@ -1,0 +1,228 @@
+// Rows of bf16 times one panel of codes, for layers whose activations stay in 16 bits.
+//
+// Codes less their zeros become bf16, which has them exactly, and are multiplied as a panel of bf16 is: for a few rows
+// in registers, for more by way of the L1 cache, up to kPart k at a time. Sums of such parts times the scales are added
+// up in ascending order.
+#pragma once
+#include <algorithm>
+
+#include "linear_amx.h"
+#include "linear_avx512.h"
+#include "linear_int8.h"
+
+namespace baton::weight_only {
+
+constexpr int64_t kPart = 128, kBlockRows = 192, kFewRows = 8;
+
+#ifdef BATON_HAS_AMX
+constexpr int64_t kMaxRows = amx::kMaxRows;
+#else
+constexpr int64_t kMaxRows = avx512::kMaxRows;
+#endif
+
+// The bytes of the bf16 of n, at n mod 64. n is in [-32, 32).
+struct SmallNumbers {
+  alignas(64) uint8_t low[64] = {}, high[64] = {};
+
+  constexpr SmallNumbers() {
+    for (int n = -32; n < 32; n++) {
+      const unsigned size = n < 0 ? -n : n;
+      unsigned exponent = 0;
+      while (size >> (exponent + 1)) exponent++;
+      const unsigned bits = size == 0 ? 0 : (127 + exponent) << 7 | ((size << (7 - exponent)) & 0x7f);
+      low[n & 63] = uint8_t(bits), high[n & 63] = uint8_t(bits >> 8 | (n < 0 ? 0x80 : 0));
+    }
+  }
+};
+inline constexpr SmallNumbers kSmallNumbers;
+
+// Of four codes in each lane, less the zero of the lane, the bf16 of bytes 0 and 2, and those of bytes 1 and 3.
+struct Pairs {
+  __m512i first, second;
+};
+
+template <int Bits>
+Pairs pairs_of(__m512i codes, __m512i zero) {
+#ifdef __AVX512VBMI__
+  if constexpr (Bits == 4) {
+    const __m512i n = _mm512_sub_epi8(codes, _mm512_mullo_epi32(zero, _mm512_set1_epi32(0x01010101)));
+    const __m512i low = _mm512_permutexvar_epi8(n, _mm512_load_si512(kSmallNumbers.low));
+    const __m512i high = _mm512_permutexvar_epi8(n, _mm512_load_si512(kSmallNumbers.high));
+    constexpr int select = 0xca;  // of the first operand's bits 1 the second's, else the third's
+    const __m512i even = _mm512_set1_epi16(0x00ff);
+    return {_mm512_ternarylogic_epi32(even, low, _mm512_slli_epi16(high, 8), select),
+            _mm512_ternarylogic_epi32(even, _mm512_srli_epi16(low, 8), high, select)};
+  }
+#endif
+  const auto number = [&](int byte) {
+    const __m512i code = _mm512_and_si512(_mm512_srli_epi32(codes, 8 * byte), _mm512_set1_epi32(0xff));
+    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, zero)));
+  };
+  const auto pair = [&](int lower, int upper) {  // the lower half of each float32 is 0
+    return _mm512_or_si512(_mm512_srli_epi32(number(lower), 16), number(upper));
+  };
+  return {pair(0, 2), pair(1, 3)};
+}
+
+// A part of a group of a panel: k [first, first + size).
+struct Part {
+  const uint8_t* codes;
+  const uint8_t* zeros;  // [64], or null
+  const float* scales;   // [64]
+  int64_t size;
+};
+
+template <int Bits>
+Part part_of(const int8::Panel& panel, int64_t group, int64_t first, int64_t size) {
+  const uint8_t* const zeros = panel.zeros ? panel.zeros + group * kPanel : nullptr;
+  return {panel.codes + first * Bits / 8 * kPanel, zeros, panel.scales + group * kPanel, size};
+}
+
+template <int Bits>
+__m512i zero_of(const Part& part, int j) {
+  if (part.zeros == nullptr) return _mm512_set1_epi32(1 << (Bits - 1));
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(part.zeros + 16 * j)));
+}
+
+// Calls take(i, w) for each pair of k of a unit: 16 columns of two bf16.
+template <int Bits, class Take>
+void each_pair(__m512i unit, __m512i zero, Take&& take) {
+  const auto four = [&](int i, __m512i codes) {
+    const Pairs pairs = pairs_of<Bits>(codes, zero);
+    take(i, pairs.first), take(i + 1, pairs.second);
+  };
+  if constexpr (Bits == 8) return four(0, unit);
+  const __m512i nibble = _mm512_set1_epi8(0x0f);
+  four(0, _mm512_and_si512(unit, nibble)), four(2, _mm512_and_si512(_mm512_srli_epi16(unit, 4), nibble));
+}
+
+// to [size / 2][64][2] = the part, less its zeros.
+template <int Bits>
+void unpack(const Part& part, bf16* to) {
+  constexpr int64_t kCodes = 32 / Bits;  // of a unit
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    const __m512i zero = zero_of<Bits>(part, j);
+    for (int64_t unit = 0; unit < part.size / kCodes; unit++) {
+      bf16* const out = to + unit * kCodes * kPanel + 32 * j;
+      each_pair<Bits>(_mm512_loadu_si512(part.codes + unit * 4 * kPanel + 64 * j), zero,
+                      [&](int i, __m512i w) { _mm512_store_si512(out + 2 * i * kPanel, w); });
+    }
+  }
+}
+
+// sums [R][64], which are those of the unpacked part by AVX512, without storing it.
+template <int Bits, int R>
+void sum_few(const Part& part, const bf16* x, int64_t stride, float* y) {
+  constexpr int64_t kCodes = 32 / Bits;
+  __m512 sums[R][4];
+  __m512i zero[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    zero[j] = zero_of<Bits>(part, j);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) sums[r][j] = _mm512_setzero_ps();
+  }
+  for (int64_t unit = 0; unit < part.size / kCodes; unit++)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+      each_pair<Bits>(_mm512_loadu_si512(part.codes + unit * 4 * kPanel + 64 * j), zero[j], [&](int i, __m512i w) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          int32_t both;
+          std::memcpy(&both, x + r * stride + unit * kCodes + 2 * i, 4);
+          sums[r][j] = dot_pairs(sums[r][j], _mm512_set1_epi32(both), w);
+        }
+      });
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) _mm512_store_ps(y + r * kPanel + 16 * j, sums[r][j]);
+}
+
+// Multiplies rows of x by parts: by tiles where they fit, a few rows without unpacking, others by AVX512.
+template <int Bits>
+class Product {
+ public:
+  Product(int64_t num_rows, [[maybe_unused]] int64_t group) {
+#ifdef BATON_HAS_AMX
+    by_tiles_ = group % amx::kTileK == 0 && amx::permitted();
+#endif
+    are_few_ = !by_tiles_ && num_rows <= kFewRows;
+    max_rows = by_tiles_ ? kMaxRows : are_few_ ? 4 : avx512::kMaxRows;
+  }
+  ~Product() {
+#ifdef BATON_HAS_AMX
+    if (configured_ > 0) amx::release();
+#endif
+  }
+  Product(const Product&) = delete;
+  Product& operator=(const Product&) = delete;
+
+  void begin(const Part& part) {
+    part_ = part;
+    if (!are_few_) unpack<Bits>(part, unpacked_);
+  }
+
+  // sums [rows][64] of up to max_rows rows of x, `stride` elements from row to row.
+  void operator()(const bf16* x, int64_t stride, int64_t rows, float* sums) {
+    if (are_few_) switch (rows) {
+      case 1: return sum_few<Bits, 1>(part_, x, stride, sums);
+      case 2: return sum_few<Bits, 2>(part_, x, stride, sums);
+      case 3: return sum_few<Bits, 3>(part_, x, stride, sums);
+      default: return sum_few<Bits, 4>(part_, x, stride, sums);
+    }
+#ifdef BATON_HAS_AMX
+    if (by_tiles_) {
+      if (rows != configured_) amx::configure(amx::shapes_of(configured_ = int(rows)));
+      if (rows > amx::kTileRows) amx::sum_32_rows(x, stride, part_.size, unpacked_, sums);
+      else amx::sum_16_rows(x, stride, part_.size, unpacked_, sums);
+      return;
+    }
+#endif
+    avx512::sum_rows(rows, 0, {x, unpacked_, stride, part_.size / 2, true}, nullptr, sums);
+  }
+
+  int64_t max_rows;
+
+ private:
+  alignas(64) bf16 unpacked_[kPart * kPanel];
+  Part part_{};
+  bool by_tiles_ = false, are_few_;
+  [[maybe_unused]] int configured_ = 0;
+};
+
+// y [64] (+)= sums * scales.
+inline void scale_sums(const float* sums, const float* scales, bool is_first, float* y) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kPanel; i += 16) {
+    const __m512 sum = _mm512_load_ps(sums + i), scale = _mm512_loadu_ps(scales + i);
+    _mm512_store_ps(y + i, is_first ? _mm512_mul_ps(sum, scale) : _mm512_fmadd_ps(sum, scale, _mm512_load_ps(y + i)));
+  }
+}
+
+// Calls finish(row, y) for rows [begin, end) of x, which are in the order of the weight, times the panel.
+template <int Bits, class Finish>
+void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, int64_t group, const int8::Panel& panel,
+                      Finish&& finish) {
+  alignas(64) float sums[kMaxRows * kPanel], y[kBlockRows * kPanel];
+  Product<Bits> product(end - begin, group);
+  for (int64_t first = begin; first < end; first += kBlockRows) {
+    const int64_t last = std::min(end, first + kBlockRows);
+    for (int64_t at = 0; at < k;) {
+      const int64_t g = at / group, size = std::min(kPart, (g + 1) * group - at);
+      const Part part = part_of<Bits>(panel, g, at, size);
+      product.begin(part);
+      for (int64_t row = first; row < last;) {
+        const int64_t rows = std::min(product.max_rows, last - row);
+        product(x + row * k + at, k, rows, sums);
+        for (int64_t r = 0; r < rows; r++, row++)
+          scale_sums(sums + r * kPanel, part.scales, at == 0, y + (row - first) * kPanel);
+      }
+      at += size;
+    }
+    for (int64_t row = first; row < last; row++) finish(row, y + (row - first) * kPanel);
+  }
+}
+
+}  // namespace baton::weight_only
