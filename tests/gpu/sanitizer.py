@@ -26,6 +26,7 @@ SMALL = {
     "linear_kernel": "test_linear and 65-33 and bias",
     "row_codes_kernel": "test_codes_of_rows_are_those_of_the_definition and order",
     "quantized_linear_kernel": "test_the_product_is_that_of_the_definition and 4-32 and few",
+    "weight_only_kernel": "test_the_product_of_weights_alone and 4-32 and few",
     "resolve_kernel": "test_writes_enter_before_the_map_is_read and 11-3",
     "sample_kernel": "test_every_row_equals_the_twin and normal",
     "bias_kernel": "test_biases_masked_tokens_and_a_vocab_mask",

@@ -80,7 +80,15 @@ def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile |
     if linear.group_size % LEAST_K or linear.is_packed != (linear.bits == 4):
         return linear.multiply(x_TK)
     of_groups = linear.scales_NG, linear.zeros_NG, linear.order_K
-    return quantized_linear(x_TK, linear.codes_NK, *of_groups, linear.bias_N, bits=linear.bits, tile=tile)
+    return quantized_linear(
+        x_TK,
+        linear.codes_NK,
+        *of_groups,
+        linear.bias_N,
+        bits=linear.bits,
+        is_weight_only=linear.is_weight_only,
+        tile=tile,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The slow twin is `QuantizedLinear.multiply`. Sums of a group are exact, and groups are added in ascending order in
 float32, so a row has the same bits for any number of rows and any shape of tiles. Codes of 4 bits lie two in a byte
-and are unpacked in registers.
+and are unpacked in registers. Where activations stay in 16 bits, codes less their zeros become numbers of their type.
 """
 
 from __future__ import annotations
@@ -127,6 +127,60 @@ def quantized_linear_kernel(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=has_m[:, None] & has_n[None, :])
 
 
+@triton.jit(do_not_specialize=["M"])
+def weight_only_kernel(
+    x,
+    weight,
+    scales,
+    zeros,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One program a tile, as in `quantized_linear_kernel`."""
+    num_m = tl.cdiv(M, BM)
+    m = tl.program_id(0) % num_m * BM + tl.arange(0, BM)
+    n = tl.program_id(0) // num_m * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    has_m, has_n = m < M, n < N
+    num_groups = K // GROUP_K
+    x_at = x + m[:, None].to(tl.int64) * K + k[None, :]
+    if BITS == 4:
+        weight_at = weight + n[:, None].to(tl.int64) * (K // 2) + tl.arange(0, BK // 2)[None, :]
+    else:
+        weight_at = weight + n[:, None].to(tl.int64) * K + k[None, :]
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for group in range(num_groups):
+        zero = tl.full((BN,), 1 << (BITS - 1), dtype=tl.int16)
+        if HAS_ZEROS:
+            zero = tl.load(zeros + n * num_groups + group, mask=has_n, other=0).to(tl.int16)
+        sums = tl.zeros((BM, BN), dtype=tl.float32)
+        for first in range(group * GROUP_K, (group + 1) * GROUP_K, BK):
+            x_part = tl.load(x_at + first, mask=has_m[:, None], other=0.0)
+            if BITS == 4:
+                pairs = tl.load(weight_at + first // 2, mask=has_n[:, None], other=0)
+                codes = tl.interleave(pairs & 15, pairs >> 4)
+            else:
+                codes = tl.load(weight_at + first, mask=has_n[:, None], other=0)
+            numbers = (codes.to(tl.int16) - zero[:, None]).to(tl.float32).to(x.dtype.element_ty)
+            sums = tl.dot(x_part, tl.trans(numbers), sums, input_precision="ieee")
+        scale = tl.load(scales + n * num_groups + group, mask=has_n, other=0.0)
+        total += sums * scale[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=has_n, other=0.0).to(tl.float32)[None, :]
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=has_m[:, None] & has_n[None, :])
+
+
 def row_codes(
     x_MK: torch.Tensor, order_K: torch.Tensor | None, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,6 +221,7 @@ def quantized_linear(
     bias_N: torch.Tensor | None,
     *,
     bits: int,
+    is_weight_only: bool,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return x W^T + bias, [M, N], in the type of x, by a `tile` that is chosen by M.
@@ -180,25 +235,22 @@ def quantized_linear(
     if not M:
         return out_MN
     tile = tile or (FEW if FEW.m >= M else MANY)
-    quantized_linear_kernel[(triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n),)](
-        *row_codes(x_MK.contiguous(), order_K, group_size),
-        weight,
-        scales_NG,
-        zeros_NG,
-        bias_N,
-        out_MN,
-        M,
-        N,
-        K,
-        BM=tile.m,
-        BN=tile.n,
-        BK=math.gcd(group_size, MOST_K[bits]),
-        GROUP_K=group_size,
-        BITS=bits,
-        HAS_ZEROS=zeros_NG is not None,
-        HAS_BIAS=bias_N is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=False,
-    )
+    of_layer = weight, scales_NG, zeros_NG, bias_N, out_MN, M, N, K
+    constants = {
+        "BM": tile.m,
+        "BN": tile.n,
+        "BK": math.gcd(group_size, MOST_K[bits]),
+        "GROUP_K": group_size,
+        "BITS": bits,
+        "HAS_ZEROS": zeros_NG is not None,
+        "HAS_BIAS": bias_N is not None,
+    }
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    grid = (triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n),)
+    if is_weight_only:
+        in_order_MK = x_MK if order_K is None else x_MK[:, order_K]
+        weight_only_kernel[grid](in_order_MK.contiguous(), *of_layer, **constants, **options)
+    else:
+        codes = row_codes(x_MK.contiguous(), order_K, group_size)
+        quantized_linear_kernel[grid](*codes, *of_layer, **constants, **options)
     return out_MN

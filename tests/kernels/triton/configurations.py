@@ -158,17 +158,20 @@ def linear_configuration(
 
 
 def quantized_linear_configuration(
-    tile: quantized_linear.Tile, bits: int, group_size: int, *, is_symmetric: bool
+    tile: quantized_linear.Tile, bits: int, group_size: int, *, is_symmetric: bool, is_weight_only: bool
 ) -> Configuration:
-    """`quantized_linear_kernel` in bf16."""
+    """`quantized_linear_kernel`, or `weight_only_kernel`, in bf16."""
     left_out = ([] if not is_symmetric else ["zeros"]) + ["bias"]
+    kernel, name = quantized_linear.quantized_linear_kernel, "quantized"
+    rows = pointers("i8", "x") | pointers("fp32", "x_scales") | pointers("i32", "x_sums")
+    if is_weight_only:
+        kernel, name, rows = quantized_linear.weight_only_kernel, "weight-only", pointers("bf16", "x")
     return Configuration(
-        name=f"quantized-{tile.m}x{tile.n}-int{bits}-g{group_size}{'' if is_symmetric else '-zeros'}",
-        kernel=quantized_linear.quantized_linear_kernel,
-        types=pointers("i8", "x")
+        name=f"{name}-{tile.m}x{tile.n}-int{bits}-g{group_size}{'' if is_symmetric else '-zeros'}",
+        kernel=kernel,
+        types=rows
         | pointers("u8", "weight", *[] if is_symmetric else ["zeros"])
-        | pointers("fp32", "x_scales", "scales")
-        | pointers("i32", "x_sums")
+        | pointers("fp32", "scales")
         | pointers("bf16", "out")
         | dict.fromkeys("MNK", "i32"),
         divisible=("N", "K"),
@@ -329,10 +332,11 @@ CONFIGURATIONS = [
     linear_configuration(linear.NARROW, even_k=False),
     linear_configuration(linear.FLOAT32, "fp32"),
     *(
-        quantized_linear_configuration(tile, *of, is_symmetric=is_symmetric)
+        quantized_linear_configuration(tile, *of, is_symmetric=is_symmetric, is_weight_only=is_weight_only)
         for tile in (quantized_linear.FEW, quantized_linear.MANY)
         for of in ((8, 4096), (4, 128), (4, 32))
         for is_symmetric in (True, False)
+        for is_weight_only in (False, True)
     ),
     row_codes_configuration(4096, has_order=False),
     row_codes_configuration(128, has_order=False),

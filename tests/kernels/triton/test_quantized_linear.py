@@ -44,6 +44,17 @@ def test_the_product_is_that_of_the_definition(bits: int, group: int, extras: bo
         assert torch.equal(multiply_quantized(x[rows], linear), whole[rows])
 
 
+@pytest.mark.parametrize("tile", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "zeros-order-bias"])
+@pytest.mark.parametrize(("bits", "group"), [(8, 192), (4, 32), (4, 192)])
+def test_the_product_of_weights_alone(bits: int, group: int, extras: bool, tile: Tile) -> None:
+    linear = replace(layer(70, 192, bits, group, extras=extras), is_weight_only=True)
+    x = torch.randn(19, 192, generator=torch.Generator(device()).manual_seed(1))
+    torch.testing.assert_close(multiply_quantized(x, linear, tile), linear.multiply(x), rtol=1e-5, atol=1e-5)
+    rounded = multiply_quantized(x.half(), linear, tile)
+    torch.testing.assert_close(rounded, linear.multiply(x.half()), rtol=2**-9, atol=1e-3)
+
+
 @pytest.mark.parametrize("has_order", [False, True], ids=["in order", "in another"])
 def test_codes_of_rows_are_those_of_the_definition(has_order: bool) -> None:
     linear = layer(8, 96, 8, 32, extras=True)
