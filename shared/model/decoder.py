@@ -15,6 +15,7 @@ import torch
 
 from shared.model.config import ModelConfig
 from shared.model.layers import rotary_frequencies
+from shared.model.linear import Linear
 from shared.model.ops import Ops, Rotary
 from shared.model.weight_source import WeightSource
 from shared.model.weights import DecoderWeights, LayerWeights, load_weights
@@ -73,7 +74,7 @@ class Decoder:
         return logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
 
     def _attention(
-        self, i: int, layer: LayerWeights, x_TD: torch.Tensor, rotary: Rotary, ops: Ops
+        self, i: int, layer: LayerWeights[Linear], x_TD: torch.Tensor, rotary: Rotary, ops: Ops
     ) -> torch.Tensor:
         c = self.config
         qkv_TQ = ops.linear(x_TD, layer.qkv_proj)
@@ -82,6 +83,6 @@ class Decoder:
         return ops.linear(ops.attend(i, q_THD).flatten(1), layer.o_proj)
 
 
-def _mlp(layer: LayerWeights, x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+def _mlp(layer: LayerWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
     gate_up_TG = ops.linear(x_TD, layer.gate_up_proj)
     return ops.linear(ops.silu_mul(gate_up_TG), layer.down_proj)

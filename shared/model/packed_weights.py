@@ -1,8 +1,8 @@
 """A decoder's weights in the layout of the native kernels: linear weights in panels, all others in float32.
 
-A layer is packed as soon as it is read, so loading needs memory for one copy of the weights and one layer. The
-embedding table is not packed. It is a view of the mapped file where the file has bfloat16. With tied embeddings the
-table is in memory twice: as rows, of which a forward reads a few, and as the panels of the lm_head.
+A linear layer is packed as soon as it is read, so loading needs memory for one copy of the weights and one such
+layer. The embedding table is not packed. It is a view of the mapped file where the file has bfloat16. With tied
+embeddings the table is in memory twice: as rows, of which a forward reads a few, and as the panels of the lm_head.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def load_packed_weights(
     cpu = torch.device("cpu")
     with WeightReader(source, config, dtype=torch.bfloat16, device=cpu, on_progress=on_progress) as reader:
         embed_VD = reader.embed()
-        layers = (LayerDesc * config.num_layers)(*(packer.layer(layer) for layer in reader.layers()))
+        layers = (LayerDesc * config.num_layers)(
+            *(packer.layer(layer) for layer in reader.layers(packer.linear))
+        )
         norm = packer.floats(reader.norm())
         lm_head = packer.lm_head(config, reader.lm_head_pieces())
     desc = DecoderDesc(
@@ -110,19 +112,19 @@ class Packer:
     arena: PanelArena = field(default_factory=PanelArena)
     kept: list[object] = field(default_factory=list)
 
-    def layer(self, layer: LayerWeights) -> LayerDesc:
-        """Pack a layer."""
+    def layer(self, layer: LayerWeights[LinearDesc]) -> LayerDesc:
+        """The layer of packed linear layers."""
         return LayerDesc(
             input_norm=self.floats(layer.input_norm_D),
             post_attention_norm=self.floats(layer.post_attention_norm_D),
             qk_norm=self.floats(layer.qk_norm_ND),
-            qkv=self.linear(layer.qkv_proj),
-            o=self.linear(layer.o_proj),
-            gate_up=self.linear(layer.gate_up_proj, is_gate_up=True),
-            down=self.linear(layer.down_proj),
+            qkv=layer.qkv_proj,
+            o=layer.o_proj,
+            gate_up=layer.gate_up_proj,
+            down=layer.down_proj,
         )
 
-    def linear(self, linear: Linear, *, is_gate_up: bool = False) -> LinearDesc:
+    def linear(self, linear: Linear, is_gate_up: bool = False) -> LinearDesc:
         """Pack a linear layer, gate and up as `linear_silu_mul` reads them."""
         rows_NB = _rows_of(linear)
         panels = self.arena.new_panels(len(rows_NB), rows_NB.shape[1] * rows_NB.itemsize)

@@ -1,8 +1,9 @@
 """Reads a decoder's weights from a checkpoint, or another source, layer by layer.
 
 The q, k and v projections of the checkpoint become row ranges of one linear layer, and so do gate and up.
-`WeightReader` yields one layer at a time, so that a caller that packs the weights holds one layer beside the packed
-ones. `load_weights` reads all layers. Names, shapes and types of all tensors are checked before one is read.
+`WeightReader` gives away each linear layer as it is read, so that a caller that packs the weights holds one beside
+the packed ones. `load_weights` reads all layers. Names, shapes and types of all tensors are checked before one is
+read.
 
 Shape suffixes: V vocabulary, D hidden size (head_dim after a heads axis), N = num_heads + num_kv_heads.
 """
@@ -13,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import torch
 
@@ -33,17 +35,20 @@ _LinearRows = tuple[Rows, int, bool]
 """Linear layers that are computed as one: names with outputs, the inputs, whether they have biases."""
 
 
+L = TypeVar("L")
+
+
 @dataclass(frozen=True, kw_only=True)
-class LayerWeights:
-    """The weights of one layer. A weight that the architecture lacks is None."""
+class LayerWeights(Generic[L]):
+    """The weights of one layer. A weight that the architecture lacks is None. L is what became of a linear layer."""
 
     input_norm_D: torch.Tensor
-    qkv_proj: Linear
+    qkv_proj: L
     qk_norm_ND: torch.Tensor | None
-    o_proj: Linear
+    o_proj: L
     post_attention_norm_D: torch.Tensor
-    gate_up_proj: Linear
-    down_proj: Linear
+    gate_up_proj: L
+    down_proj: L
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class DecoderWeights:
     """The weights of a decoder. With tied embeddings the lm_head is `embed_VD`, unless it is quantized."""
 
     embed_VD: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[Linear], ...]
     norm_D: torch.Tensor
     lm_head: Linear
 
@@ -72,7 +77,7 @@ def load_weights(
         embed_VD = reader.embed()
         return DecoderWeights(
             embed_VD=embed_VD,
-            layers=tuple(reader.layers()),
+            layers=tuple(reader.layers(lambda linear, is_gate_up: linear)),
             norm_D=reader.norm(),
             lm_head=reader.lm_head(embed_VD),
         )
@@ -127,10 +132,13 @@ class WeightReader:
         self._count(embed_VD.numel())
         return embed_VD
 
-    def layers(self) -> Iterator[LayerWeights]:
-        """Yield each layer in turn. A layer is read when it is taken."""
+    def layers(self, keep: Callable[[Linear, bool], L]) -> Iterator[LayerWeights[L]]:
+        """Yield each layer in turn, read when it is taken.
+
+        `keep` gets each linear layer as soon as it is read, and whether it is gate and up; what it returns is yielded.
+        """
         for i in range(self._config.num_layers):
-            yield self._layer(_LayerSpec(self._config, i))
+            yield self._layer(_LayerSpec(self._config, i), keep)
 
     def norm(self) -> torch.Tensor:
         """Read the final norm [D]."""
@@ -166,10 +174,13 @@ class WeightReader:
             if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())
 
-    def _layer(self, layer: _LayerSpec) -> LayerWeights:
+    def _layer(self, layer: _LayerSpec, keep: Callable[[Linear, bool], L]) -> LayerWeights[L]:
         c = self._config
 
-        def linear(rows: Rows, width: int, has_bias: bool) -> Linear:
+        def linear(rows: Rows, width: int, has_bias: bool, *, is_gate_up: bool = False) -> L:
+            return keep(read(rows, width, has_bias), is_gate_up)
+
+        def read(rows: Rows, width: int, has_bias: bool) -> Linear:
             bias_N = self._stack({f"{name}.bias": n for name, n in rows.items()}) if has_bias else None
             if _scheme_of(c, rows) is not None:
                 return self._quantized(rows, width, bias_N)
@@ -190,7 +201,7 @@ class WeightReader:
             qk_norm_ND=qk_norm() if layer.qk_norm else None,
             o_proj=linear(*layer.o),
             post_attention_norm_D=norm(layer.post_attention_norm),
-            gate_up_proj=linear(*layer.gate_up),
+            gate_up_proj=linear(*layer.gate_up, is_gate_up=True),
             down_proj=linear(*layer.down),
         )
 

@@ -1,6 +1,7 @@
-"""Against the engines that one would else take on a CPU: vLLM, OpenVINO GenAI, transformers.
+"""Against the engines that one would else take on a CPU: vLLM, OpenVINO GenAI, llama.cpp, transformers.
 
-All run the same random weights in bfloat16 on the cores that this process may use (`taskset` chooses them), in turn.
+All run the same random weights, in bfloat16 or as `--weights` says, on the cores that this process may use (`taskset`
+chooses them), in turn.
 Peers are installed into .peers/ when they are needed first (`--install` does only that), each into a venv of its own;
 one that cannot be is said and left out. Tables go to stderr, JSON lines to stdout, the last of a model sums it up.
 """
@@ -61,7 +62,8 @@ def _options() -> argparse.Namespace:
         "--weights",
         choices=WEIGHTS,
         default=WEIGHTS[0],
-        help="bf16; int8: W8A8 for Baton and vLLM, OpenVINO's INT8; int4: W4A16 and INT4, groups of 128",
+        help="bf16; int8: W8A8 for Baton and vLLM, INT8 for OpenVINO, Q8_0 for llama.cpp; int4: W4A16, INT4, both in "
+        "groups of 128, Q4_0 and (llamacpp-k) Q4_K_M",
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each workload (default: 3)")
     parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/peers_MODEL.json")

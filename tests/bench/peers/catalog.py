@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.venvs import InstallError, Venv, ready_venv
@@ -26,25 +26,45 @@ OFFLINE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Peer:
-    """`name` names its requirements, its runner and its venv."""
+    """`program` names its requirements, its runner and its venv."""
 
-    name: str
+    program: str
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Of those that read converted models: what it has for bf16, int8 and int4."""
+    sources: tuple[str, ...] = ()
+    """Packages that are built here, for this CPU."""
 
     @property
     def venv(self) -> Venv:
         """All bring torch, if only to convert a model."""
-        requirements = FOLDER / "requirements" / f"{self.name}.txt"
-        return Venv(name=self.name, requirements=requirements, torch=True, unwanted=CUDA_BUILDS)
+        return Venv(
+            name=self.program,
+            requirements=FOLDER / "requirements" / f"{self.program}.txt",
+            torch=True,
+            without_dependencies=self.sources,
+            build_environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"} if self.sources else {},
+            unwanted=CUDA_BUILDS,
+        )
 
     @property
     def runner(self) -> Path:
         """The script that its venv's Python runs."""
-        return RUNNERS / f"run_{self.name}.py"
+        return RUNNERS / f"run_{self.program}.py"
 
 
-PEERS = {name: Peer(name) for name in ("vllm", "openvino", "transformers")}
+LLAMACPP = ("llama-cpp-python==0.3.36",)
+"""The bindings bring the sources of llama.cpp."""
+PEERS = {
+    "vllm": Peer(program="vllm"),
+    "openvino": Peer(program="openvino", formats={"bf16": "bf16", "int8": "int8", "int4": "int4"}),
+    "llamacpp": Peer(
+        program="llamacpp", formats={"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}, sources=LLAMACPP
+    ),
+    "llamacpp-k": Peer(program="llamacpp", formats={"int4": "Q4_K_M"}, sources=LLAMACPP),
+    "transformers": Peer(program="transformers"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,16 +81,24 @@ class Installed:
 
     def environment(self) -> Mapping[str, str]:
         """Of its runner."""
-        preloaded = _preloads(self.python.parents[1]) if self.peer.name == "vllm" else []
+        preloaded = _preloads(self.python.parents[1]) if self.peer.program == "vllm" else []
         return {**os.environ, **OFFLINE, **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})}
 
     def converted(self, folder: Path, weights: str) -> Path:
-        """A bfloat16 model as OpenVINO reads it, written once. Raises InstallError if it cannot be converted."""
-        converted = CACHE / "openvino-models" / f"{folder.name}-{weights}"
+        """A bfloat16 model as the engine reads it, written once. Raises InstallError where it has no such format."""
+        name = self.peer.formats.get(weights)
+        if name is None:
+            raise InstallError(f"it has no format for {weights}")
+        converted = CACHE / f"{self.peer.program}-models" / f"{folder.name}-{name}"
         if not (converted / "written").exists():
-            command = (self.python, RUNNERS / "export_openvino.py", folder, converted, weights)
+            converted.mkdir(parents=True, exist_ok=True)
+            exporter = RUNNERS / f"export_{self.peer.program}.py"
             done = subprocess.run(
-                command, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                (self.python, exporter, folder, converted, name),
+                env=self.environment(),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
             if done.returncode:
                 raise InstallError(f"does not convert the model: {done.stdout.strip()[-500:]}")
@@ -82,7 +110,7 @@ def installed(name: str) -> Installed:
     """The peer, installed if it is not. Raises InstallError."""
     peer = PEERS[name]
     python = ready_venv(peer.venv, CACHE)
-    if name == "vllm":
+    if peer.program == "vllm":
         _fetch_tcmalloc(python.parents[1])
     return Installed(peer, python)
 

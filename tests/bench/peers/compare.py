@@ -79,7 +79,7 @@ def _load(stack: ExitStack, name: str, shape: str, weights: str, folder: Path) -
         engine: Engine = BatonEngine(BATONS[name], model, KV_TOKENS, folder)
     else:
         peer = installed(name)
-        if name == "openvino":
+        if peer.peer.formats:
             model = peer.converted(random_model(shape), weights)
         command = peer.command(model, len(usable_cores()), KV_TOKENS, weights)
         engine = PeerEngine(name, command, peer.environment(), folder / f"{name}.log")

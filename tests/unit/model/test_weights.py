@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
+from shared.model.linear import DenseLinear, Linear
 from shared.model.weights import DecoderWeights, WeightReader, load_weights
 from tests.unit.model.conftest import ModelFolder
 
@@ -93,17 +94,21 @@ def test_progress_rises_to_one(model_folder: ModelFolder, options: dict[str, str
     assert seen[-1] == 1.0
 
 
-def test_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder) -> None:
-    """Whoever repacks the weights holds one layer of them."""
+def test_linear_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder) -> None:
+    """Whoever repacks the weights holds one linear layer of them."""
     folder, options = model_folder("qwen3"), {"dtype": torch.float32, "device": torch.device("cpu")}
     whole, seen = load(folder), list[weakref.ref[torch.Tensor]]()
+
+    def keep(linear: Linear, is_gate_up: bool) -> torch.Tensor:
+        assert isinstance(linear, DenseLinear) and all(weight() is None for weight in seen)
+        seen.append(weakref.ref(linear.weight_NK))
+        return linear.weight_NK.sum() + is_gate_up
+
     with WeightReader(Checkpoint(folder), load_model_config(folder), **options) as reader:
-        for layer in reader.layers():
-            assert torch.equal(layer.qkv_proj.weight_NK, whole.layers[len(seen)].qkv_proj.weight_NK)
-            seen.append(weakref.ref(layer.qkv_proj.weight_NK))
-            del layer
-            assert seen[-1]() is None
-    assert len(seen) == 3
+        for i, layer in enumerate(reader.layers(keep)):
+            assert torch.equal(layer.qkv_proj, whole.layers[i].qkv_proj.weight_NK.sum())
+            assert torch.equal(layer.gate_up_proj, whole.layers[i].gate_up_proj.weight_NK.sum() + 1)
+    assert len(seen) == 3 * 4
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -114,7 +119,7 @@ def test_the_lm_head_comes_in_pieces(model_folder: ModelFolder, tied: bool) -> N
     source = Checkpoint(folder, piece_nbytes=100 * 64 * 4 + 1)
     with WeightReader(source, config, dtype=torch.bfloat16, device=cpu, on_progress=seen.append) as reader:
         reader.embed()
-        assert len(list(reader.layers())) == 3
+        assert len(list(reader.layers(lambda linear, _: linear))) == 3
         reader.norm()
         pieces = list(reader.lm_head_pieces())
     assert [first for first, _ in pieces] == [0, 100, 200, 300, 400, 500]
