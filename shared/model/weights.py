@@ -135,7 +135,7 @@ class WeightReader:
     def layers(self, keep: Callable[[Linear, bool], L]) -> Iterator[LayerWeights[L]]:
         """Yield each layer in turn, read when it is taken.
 
-        `keep` gets each linear layer as soon as it is read, and whether it is gate and up; what it returns is yielded.
+        `keep` gets each linear layer when it is read, and whether it is gate and up. What it returns is yielded.
         """
         for i in range(self._config.num_layers):
             yield self._layer(_LayerSpec(self._config, i), keep)
