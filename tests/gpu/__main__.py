@@ -1,7 +1,8 @@
 """`make test-gpu` and `make bench-gpu`: each step in a process of its own, then one table, JSON and logs.
 
 Steps run one after the other, each within its own time box and all within the box of the command. A step that fails,
-hangs or loses the GPU's context ends nothing but itself.
+hangs or loses the GPU's context ends nothing but itself. `python -m tests.gpu calls` prints calls of both in the
+order in which a GPU that is lent for minutes should get them, to be pasted one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import psutil
 
 from tests.bench.leaving import leave_on_signals
 from tests.gpu.rows import Row, Verdict, table
-from tests.gpu.steps import COMMANDS, LIMIT_S, Step
+from tests.gpu.steps import CALLS, COMMANDS, LIMIT_S, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVING_S = 10.0
@@ -38,11 +39,24 @@ DRY_LIMITS = 6.0
 
 def main() -> int:
     options = _options()
+    if options.command == "calls":
+        print("\n".join(calls()))
+        return 0
     leave_on_signals()
     adopt_orphans()
     steps = COMMANDS[options.command]
     chosen = {name: steps[name] for name in options.names or steps}
     return Run(options.command, chosen, options.out, dry=options.dry_run).to_its_end()
+
+
+def calls() -> Iterator[str]:
+    """A line for each call. Each leaves all that was found until then in one file."""
+    has_wheels, pip = (ROOT / "gpu-wheels").is_dir(), "python3 -m pip install --quiet --no-index --no-deps"
+    if has_wheels:
+        yield f"{pip} --target .gpu/site gpu-wheels/*.whl"
+    python = "PYTHONPATH=.gpu/site python3" if has_wheels else "python3"
+    for number, (command, names) in enumerate(CALLS, 1):
+        yield f"{python} -m tests.gpu {command} {' '.join(names)}; tar czf gpu-{number}.tgz build/gpu"
 
 
 class Run:
@@ -194,14 +208,14 @@ def log_tail(path: Path) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=(*COMMANDS, "calls"))
     parser.add_argument("names", nargs="*", metavar="STEP", help="some of the steps (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny shapes")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for JSON and logs (default: build/gpu)")
     options = parser.parse_intermixed_args()
     # A dry run leaves limits and times too, which are no measure of a GPU.
     options.out = options.out or ROOT / "build" / ("gpu-dry-run" if options.dry_run else "gpu")
-    steps = COMMANDS[options.command]
+    steps = COMMANDS.get(options.command, {})
     if unknown := [name for name in options.names if name not in steps]:
         parser.error(f"no step {', '.join(unknown)}; there are {', '.join(steps)}")
     return options

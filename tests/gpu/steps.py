@@ -91,3 +91,16 @@ BENCH_STEPS: dict[str, Step] = {
     "8b-eager": Step(module="engine", asks="8B without graphs", limit_s=25, argument="8b/eager"),
 }
 COMMANDS = {"test": TEST_STEPS, "bench": BENCH_STEPS}
+CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("bench", ("questions", "limits")),
+    ("test", ("machine", "kernels", "golden", "exactness")),
+    ("bench", ("8b", "0.6b")),
+    ("test", ("fleet", "matrix")),
+    ("bench", ("transfer",)),
+    ("bench", ("mixed-load",)),
+    ("test", ("sanitizer",)),
+)
+"""Commands with some of their steps, each with LIMIT_S to itself, for a GPU that is lent for minutes at a time.
+
+What all that is exact stands on comes first, and each call rests on those before it.
+"""

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from shared.device_threads import DeviceThreads
-from tests.gpu.__main__ import LEAST_S, ROOT
+from tests.gpu.__main__ import LEAST_S, ROOT, calls
 from tests.gpu.checks import CHECKS
 from tests.gpu.engine import MODES
 from tests.gpu.sanitizer import SMALL
 from tests.gpu.shapes import GPU_SHAPES
-from tests.gpu.steps import COMMANDS, GPU, LIMIT_S
+from tests.gpu.steps import CALLS, COMMANDS, GPU, LIMIT_S
 
 
 @pytest.mark.parametrize(("command", "name"), [(c, name) for c, steps in COMMANDS.items() for name in steps])
@@ -34,6 +34,18 @@ def test_every_step_can_run_and_is_described(command: str, name: str) -> None:
 def test_the_boxes_of_a_command_are_eight_minutes_together(command: str) -> None:
     assert sum(step.limit_s for step in COMMANDS[command].values()) <= LIMIT_S <= 470
     assert all(step.limit_s > LEAST_S for step in COMMANDS[command].values())
+
+
+def test_the_calls_have_every_test_and_are_commands() -> None:
+    for command, names in CALLS:
+        assert sum(COMMANDS[command][name].limit_s for name in names) < 0.8 * LIMIT_S
+    assert {name for command, names in CALLS for name in names if command == "test"} == COMMANDS[
+        "test"
+    ].keys()
+    lines = [line for line in calls() if "tests.gpu" in line]
+    assert len(lines) == len(CALLS) and lines[0].endswith(
+        "bench questions limits; tar czf gpu-1.tgz build/gpu"
+    )
 
 
 def test_compute_sanitizer_sees_every_kernel() -> None:
