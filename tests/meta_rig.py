@@ -38,6 +38,7 @@ class MetaRig:
         decoder: type[Decoder] = Decoder,
         make_kernels: Callable[[TokenToKVPool], Kernels] = lambda pool: torch_kernels(pool.device),
         context_length: int = 64,
+        kv_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         shape = EngineShape(
             name="meta",
@@ -55,7 +56,7 @@ class MetaRig:
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype=shape.dtype,
+            dtype=kv_dtype,
             device=META,
         )
         weights = decoder.load(DummyWeights(0, META), model, dtype=shape.dtype, device=META)

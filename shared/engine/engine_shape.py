@@ -47,17 +47,11 @@ class EngineShape:
         """The sizes that follow from a node's options. Raises ConfigError."""
         device = resolve_device(config.model.device)
         model = resolve_quantization(config.model, model)
-        if config.cache.kv_cache_dtype == "int8" and model.head_dim % 4:
+        by_triton = device.type == "cuda" and config.model.attention_backend != "torch"
+        multiple = 16 if by_triton else 4
+        if config.cache.kv_cache_dtype == "int8" and model.head_dim % multiple:
             raise ConfigError(
-                f"--kv-cache-dtype int8: heads of {model.head_dim} elements are no multiple of 4"
-            )
-        if (
-            config.cache.kv_cache_dtype == "int8"
-            and device.type == "cuda"
-            and config.model.attention_backend != "torch"
-        ):
-            raise ConfigError(
-                "--kv-cache-dtype int8: on a GPU only --attention-backend torch reads such pages"
+                f"--kv-cache-dtype int8: heads of {model.head_dim} elements are no multiple of {multiple}"
             )
         return cls(
             name=config.model.model,

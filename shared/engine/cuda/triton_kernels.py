@@ -33,10 +33,10 @@ def triton_kernels(
     numerics = f"triton-{SUMS}-{triton.__version__}/{torch.cuda.get_device_name(device)}"
     if not exact:
         numerics = f"{numerics}/inexact/cublas-{torch.__version__}"
-        return partial(make_triton_kernels, config, product=linear, numerics=numerics)
+        return partial(make_triton_kernels, config, dtype, product=linear, numerics=numerics)
     product = ExactLinear.of(device, dtype)
     require_exact(product, config, dtype, device)
-    return partial(make_triton_kernels, config, product=product, numerics=f"{numerics}/exact")
+    return partial(make_triton_kernels, config, dtype, product=product, numerics=f"{numerics}/exact")
 
 
 def require_exact(
@@ -48,7 +48,9 @@ def require_exact(
         raise ConfigError(f"--exact: on {device} products of few rows have other bits than those of many")
 
 
-def make_triton_kernels(config: ModelConfig, pool: TokenToKVPool, product: Product, numerics: str) -> Kernels:
+def make_triton_kernels(
+    config: ModelConfig, dtype: torch.dtype, pool: TokenToKVPool, product: Product, numerics: str
+) -> Kernels:
     """Those for a pool on any device that Triton computes for, an interpreted CPU included."""
     is_exact = isinstance(product, ExactLinear)
     attention = PagedAttention(
@@ -56,9 +58,10 @@ def make_triton_kernels(config: ModelConfig, pool: TokenToKVPool, product: Produ
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         page_size=pool.page_size,
-        dtype=pool.dtype,
+        dtype=dtype,
         device=pool.device,
         exact=is_exact,
+        has_codes=pool.dtype == torch.int8,
     )
     return Kernels(
         name="triton",

@@ -107,13 +107,17 @@ def _rows(item_ptr, row, GROUP: tl.constexpr, token_stride, HEAD_DIM: tl.constex
 def _attend(
     q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, first_key, until_key, end_key, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
     """The state of the rows over the keys from `first_key` to before `until_key`. Keys from `end_key` on may be NaN.
+
+    Codes of 8 bits become numbers of q's type, which has them exactly. The scales of K multiply scores, and those of
+    V weights. They lie behind the codes of a head's page.
 
     The pages of TILE keys are looked up while the ones before are computed. A load whose address waits for another
     load of the same turn would not be started ahead.
     """
+    HEAD_ELEMENTS: tl.constexpr = PAGE_SIZE * (HEAD_DIM + 4 * HAS_CODES)
     tile = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     in_head = d[None, :] < HEAD_DIM
@@ -126,19 +130,27 @@ def _attend(
         key = first + tile
         # What lies behind the last key may be NaN, and 0 * NaN is NaN.
         is_key = key < end_key
-        slot = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + key % PAGE_SIZE
-        at = (slot * HEAD_DIM)[:, None] + d[None, :]
-        k = tl.load(k_ptr + at, mask=in_head, other=0.0)
-        v = tl.load(v_ptr + at, mask=is_key[:, None] & in_head, other=0.0)
+        head = page.to(tl.int64) * NUM_KV_HEADS + kv_head
+        at = (head * HEAD_ELEMENTS + key % PAGE_SIZE * HEAD_DIM)[:, None] + d[None, :]
+        k = tl.load(k_ptr + at, mask=in_head, other=0)
+        v = tl.load(v_ptr + at, mask=is_key[:, None] & in_head, other=0)
+        if HAS_CODES:
+            scale_at = head * (HEAD_ELEMENTS // 4) + PAGE_SIZE * HEAD_DIM // 4 + key % PAGE_SIZE
+            k_scale = tl.load(k_ptr.to(tl.pointer_type(tl.float32)) + scale_at)
+            v_scale = tl.load(v_ptr.to(tl.pointer_type(tl.float32)) + scale_at, mask=is_key, other=0.0)
         page = tl.load(words_ptr + pages_at + tl.minimum(key + TILE, end_key - 1) // PAGE_SIZE)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if HAS_CODES:
+            scores *= k_scale[None, :]
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         joint = tl.maximum(reference, tl.max(scores, 1) * scale)
         exponent = _exponent(joint)
         shrink = tl.exp2(reference - exponent)
         weights = tl.exp2(tl.fma(scores, scale, -exponent[:, None]))
         total = tl.fma(total, shrink, tl.sum(weights, 1))
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        if HAS_CODES:
+            weights *= v_scale[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         reference = joint
     return acc, total, reference
 
@@ -148,7 +160,7 @@ def _item(
     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first, q_stride,
     workspace_rows, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_CODES: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The output of a whole tile of BLOCK_M rows, or the state of a cut one."""
     row = tl.arange(0, BLOCK_M)
@@ -167,7 +179,7 @@ def _item(
         until_key = tl.minimum(split + step, end_key)
         acc, total, reference = _attend(
             q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, split, until_key, end_key, scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, HAS_CODES,
         )  # fmt: skip
         # Rows are loaded and computed again. Kept during the loop they would take the registers that acc needs.
         # The minimum is 0, which the compiler does not know.
@@ -217,7 +229,7 @@ def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, q_stride, workspace_rows, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FEW_M: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_CODES: tl.constexpr,
 ):  # fmt: skip
     """Items pid, pid + grid, ..: outputs of whole tiles, states of cut ones.
 
@@ -237,13 +249,13 @@ def attention_kernel(
                 _item(
                     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
                     q_stride, workspace_rows, scale,
-                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, FEW_M,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, FEW_M,
                 )  # fmt: skip
         if not is_few:
             _item(
                 q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
                 q_stride, workspace_rows, scale,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, BLOCK_M,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, BLOCK_M,
             )  # fmt: skip
 
 
@@ -297,23 +309,26 @@ class PagedAttention:
         dtype: torch.dtype,
         device: torch.device,
         exact: bool,
+        has_codes: bool = False,
         workspace_nbytes: int = WORKSPACE_NBYTES,
         num_programs: int | None = None,
     ) -> None:
         """Raise ConfigError for a head size that cannot be loaded 16 bytes at a time.
+
+        `dtype` is that of q. Pages are of the same, or, if `has_codes`, of int8 (`shared.kernels.row_codes`).
 
         Takes memory for at most `workspace_nbytes` of states, and if `exact` BLOCK_M more for each program.
 
         `num_programs` is by default as many as the device runs at once.
         """
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        if head_dim * dtype.itemsize % 16:
+        if head_dim * (1 if has_codes else dtype.itemsize) % 16:
             raise ConfigError(
                 f"Triton's attention loads 16 bytes at a time, and heads have {head_dim} elements"
             )
         self.num_kv_heads, self.group, self.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         self._constants = attention_constants(
-            num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact
+            num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact, has_codes=has_codes
         )
         self.block_m, self.few_m = self._constants["BLOCK_M"], self._constants["FEW_M"]
         self.split = self._constants["SPLIT"]

@@ -20,7 +20,14 @@ FEW_ROWS = 16
 
 
 def attention_constants(
-    num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, *, exact: bool
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    *,
+    exact: bool,
+    has_codes: bool = False,
 ) -> dict[str, int]:
     """Return the constexprs of `attention_kernel`. They decide about bits."""
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -34,8 +41,9 @@ def attention_constants(
         "FEW_M": FEW_ROWS
         if not exact and dtype.itemsize == 2 and block_d <= 128
         else 0,  # else it would spill
-        "TILE": max(16, min(64, 16384 // (block_d * dtype.itemsize))),
+        "TILE": max(16, min(32 if has_codes else 64, 16384 // (block_d * dtype.itemsize))),
         "SPLIT": SPLIT if exact else 0,
+        "HAS_CODES": has_codes,
     }
 
 
@@ -53,6 +61,7 @@ def attention_options(capability: int, constants: dict[str, int], dtype: torch.d
     room for two programs with 2 stages, that of sm_120 for one.
     """
     fits = capability <= 90 and constants["HEAD_DIM"] == constants["BLOCK_D"] and dtype.itemsize == 2
+    fits = fits and not constants["HAS_CODES"]  # which need registers as numbers too
     num_stages = 3 if dtype.itemsize == 2 and capability in (90, 100) else 2
     return {"num_warps": 4 if fits else 8, "num_stages": num_stages, "enable_fp_fusion": False}
 

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from shared.kernels.row_codes import LEAST
+
 HEADS = 8
 """Heads that a program rotates."""
 
@@ -25,6 +27,29 @@ def rotary_kernel(positions, frequencies, cos, sin, R: tl.constexpr, BLOCK: tl.c
     dtype = cos.dtype.element_ty
     tl.store(cos + t * R + i, tl.cos(angle).to(dtype), mask=inside)
     tl.store(sin + t * R + i, tl.sin(angle).to(dtype), mask=inside)
+
+
+@triton.jit
+def _store_codes(
+    pages, head_at, offset, i, first, second, is_row, R: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr
+):
+    """Rows of two halves as codes of 8 bits with a scale, as `quantize_rows` makes them."""
+    # As integers, so that a NaN is the largest of all.
+    most_bits = tl.maximum(
+        tl.max(tl.abs(first).to(tl.int32, bitcast=True), axis=1),
+        tl.max(tl.abs(second).to(tl.int32, bitcast=True), axis=1),
+    )
+    most = most_bits.to(tl.float32, bitcast=True)[:, None]
+    inverse = tl.where(most < LEAST, 0.0, tl.div_rn(127.0, tl.where(most < LEAST, 1.0, most)))
+    rounder = 12582912.0  # 1.5 * 2 ** 23: the sum has no bits behind the point, and ties go to even
+    first = (first * inverse + rounder) - rounder
+    second = (second * inverse + rounder) - rounder
+    codes = pages + head_at + offset * (2 * R) + i
+    is_part = is_row & (i < R)
+    tl.store(codes, tl.where(first == first, first, 0.0).to(tl.int8), mask=is_part)
+    tl.store(codes + R, tl.where(second == second, second, 0.0).to(tl.int8), mask=is_part)
+    scales = pages.to(tl.pointer_type(tl.float32)) + (head_at + S * 2 * R) // 4 + offset
+    tl.store(scales, tl.div_rn(most, 127.0), mask=is_row)
 
 
 @triton.jit
@@ -46,6 +71,8 @@ def norm_rope_write_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_CODES: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     """A program has HEADS heads of one token. A head is two tiles: its first and its second half."""
     R: tl.constexpr = D // 2
@@ -76,14 +103,24 @@ def norm_rope_write_kernel(
     tl.store(q + t * H * D + at, new_first.to(dtype), mask=is_q)
     tl.store(q + t * H * D + at + R, new_second.to(dtype), mask=is_q)
     page, offset = tl.load(pages + t).to(tl.int64), tl.load(offsets + t).to(tl.int64)
-    is_k = inside & (head >= H) & (head < H + K)
-    k = k_pages + ((page * K + head - H) * S + offset) * D + i
-    tl.store(k, new_first.to(dtype), mask=is_k)
-    tl.store(k + R, new_second.to(dtype), mask=is_k)
-    is_v = inside & (head >= H + K)
-    v = v_pages + ((page * K + head - H - K) * S + offset) * D + i
-    tl.store(v, raw_first, mask=is_v)
-    tl.store(v + R, raw_second, mask=is_v)
+    if HAS_CODES:
+        head_elements: tl.constexpr = S * (D + 4)
+        is_k = (head >= H) & (head < H + K)
+        at_k, at_v = (page * K + head - H) * head_elements, (page * K + head - H - K) * head_elements
+        k_first, k_second = new_first.to(dtype).to(tl.float32), new_second.to(dtype).to(tl.float32)
+        _store_codes(k_pages, at_k, offset, i, k_first, k_second, is_k, R, S, LEAST)
+        is_v = (head >= H + K) & (head < H + 2 * K)
+        v_first, v_second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+        _store_codes(v_pages, at_v, offset, i, v_first, v_second, is_v, R, S, LEAST)
+    else:
+        is_k = inside & (head >= H) & (head < H + K)
+        k = k_pages + ((page * K + head - H) * S + offset) * D + i
+        tl.store(k, new_first.to(dtype), mask=is_k)
+        tl.store(k + R, new_second.to(dtype), mask=is_k)
+        is_v = inside & (head >= H + K)
+        v = v_pages + ((page * K + head - H - K) * S + offset) * D + i
+        tl.store(v, raw_first, mask=is_v)
+        tl.store(v + R, raw_second, mask=is_v)
 
 
 def num_warps(head_dim: int) -> int:
@@ -126,7 +163,8 @@ def norm_rope_write(
 ) -> torch.Tensor:
     """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D].
 
-    All tensors are contiguous, and all but pages and offsets are of one type.
+    All tensors are contiguous, and all but pages and offsets are of one type. Pages of int8, [N, K, S, D + 4], get
+    codes and scales (`shared.kernels.row_codes`).
     """
     num_tokens, num_all_heads, head_dim = qkv_TND.shape
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -149,6 +187,8 @@ def norm_rope_write(
         HEADS=HEADS,
         HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=qk_norm_ND is not None,
+        HAS_CODES=k_pages_NKSD.dtype == torch.int8,
+        LEAST=LEAST,
         num_warps=num_warps(head_dim),
         enable_fp_fusion=False,
     )

@@ -32,19 +32,22 @@ def attention_configuration(
     page_size: int = 16,
     *,
     exact: bool = False,
+    has_codes: bool = False,
 ) -> Configuration:
-    """`attention_kernel` for one shape of heads."""
+    """`attention_kernel` for one shape of heads, over pages of q's type or of codes."""
     dtype = ELEMENTS[element]
     constants = attention_constants.attention_constants(
-        num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact
+        num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact, has_codes=has_codes
     )
     num_threads = 32 * attention_constants.attention_options(100, constants, dtype)["num_warps"]
-    tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * dtype.itemsize
+    tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * (1 if has_codes else dtype.itemsize)
+    kind = f"{element}{'-int8' * has_codes}{'-exact' * exact}"
     return Configuration(
-        name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{element}{'-exact' * exact}",
+        name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{kind}",
         kernel=attention.attention_kernel,
         types={
-            **pointers(element, "q_ptr", "k_ptr", "v_ptr", "out_ptr"),
+            **pointers(element, "q_ptr", "out_ptr"),
+            **pointers("i8" if has_codes else element, "k_ptr", "v_ptr"),
             **pointers("fp32", "workspace_ptr", "totals_ptr"),
             **pointers("i32", "words_ptr"),
             "q_stride": "i32",
@@ -111,14 +114,17 @@ def norm_configuration(size: int, has_residual: bool) -> Configuration:
     )
 
 
-def rope_configuration(num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool) -> Configuration:
+def rope_configuration(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool, has_codes: bool = False
+) -> Configuration:
     """`norm_rope_write_kernel`."""
     half = 1 << (head_dim // 2 - 1).bit_length()
     return Configuration(
-        name=f"norm-rope-write-H{num_heads}-K{num_kv_heads}-D{head_dim}{'-norm' if has_norm else ''}",
+        name=f"norm-rope-write-H{num_heads}-K{num_kv_heads}-D{head_dim}{'-norm' * has_norm}{'-int8' * has_codes}",
         kernel=rope.norm_rope_write_kernel,
         types={
-            **pointers("bf16", "qkv", "cos", "sin", "q", "k_pages", "v_pages", *["weight"] * has_norm),
+            **pointers("bf16", "qkv", "cos", "sin", "q", *["weight"] * has_norm),
+            **pointers("i8" if has_codes else "bf16", "k_pages", "v_pages"),
             **pointers("i64", "pages", "offsets"),
             "eps": "fp32",
         },
@@ -130,7 +136,7 @@ def rope_configuration(num_heads: int, num_kv_heads: int, head_dim: int, has_nor
             "HEADS": rope.HEADS,
             "HALF": half,
         }
-        | {"HAS_NORM": has_norm}
+        | {"HAS_NORM": has_norm, "HAS_CODES": has_codes, "LEAST": LEAST}
         | ({} if has_norm else {"weight": None}),
         options=same_everywhere(num_warps=rope.num_warps(head_dim), enable_fp_fusion=False),
     )
@@ -315,6 +321,10 @@ CONFIGURATIONS = [
     attention_configuration(16, 8, 128, page_size=1, exact=True),
     attention_configuration(16, 2, 256, exact=True),
     attention_configuration(16, 8, 128, "fp32", exact=True),
+    attention_configuration(32, 8, 128, has_codes=True),
+    attention_configuration(32, 8, 128, exact=True, has_codes=True),
+    attention_configuration(9, 3, 64, has_codes=True),
+    attention_configuration(16, 2, 256, has_codes=True),
     merge_configuration(32, 8, 128),
     merge_configuration(9, 3, 64),
     merge_configuration(32, 32, 96),
@@ -326,6 +336,9 @@ CONFIGURATIONS = [
     rope_configuration(32, 8, 128, has_norm=True),
     rope_configuration(32, 32, 96, has_norm=False),
     rope_configuration(16, 2, 256, has_norm=True),
+    rope_configuration(32, 8, 128, has_norm=False, has_codes=True),
+    rope_configuration(32, 8, 128, has_norm=True, has_codes=True),
+    rope_configuration(16, 2, 256, has_norm=True, has_codes=True),
     *(linear_configuration(tile) for tile in linear.TILES),
     *(linear_configuration(tile, has_bias=True) for tile in linear.TILES),
     *(linear_configuration(tile, "fp16") for tile in linear.TILES),

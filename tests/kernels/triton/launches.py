@@ -100,15 +100,17 @@ def expected(configuration: Configuration, seen: dict[str, Any]) -> tuple[object
 def launch_all() -> None:
     """Forwards with every feature of sampling and without, for all kinds of projections, and copies of pages."""
     exact = ExactLinear(132)
-    for changes, product in (
-        ({}, exact),
-        ({"qk_norm": True}, exact),
-        ({"qkv_bias": True}, exact),
-        ({}, linear),
+    for changes, product, kv_dtype in (
+        ({}, exact, torch.bfloat16),
+        ({"qk_norm": True}, exact, torch.bfloat16),
+        ({"qkv_bias": True}, exact, torch.bfloat16),
+        ({}, linear, torch.bfloat16),
+        ({}, linear, torch.int8),
+        ({"qk_norm": True}, exact, torch.int8),
     ):
         model = replace(MODEL, **changes)
-        kernels = partial(make_triton_kernels, model, product=product, numerics="")
-        rig = MetaRig(model, make_kernels=kernels, context_length=4096)
+        kernels = partial(make_triton_kernels, model, torch.bfloat16, product=product, numerics="")
+        rig = MetaRig(model, make_kernels=kernels, context_length=4096, kv_dtype=kv_dtype)
         for extends, decodes in FORWARDS:
             for params in (GREEDY, EVERYTHING):
                 rig.run(extends, decodes, params, with_grammars=params is EVERYTHING)

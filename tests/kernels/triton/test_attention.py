@@ -6,7 +6,7 @@ What no sequence owns, page 0 and what lies behind a sequence's last token are N
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from shared.engine.cuda.triton_attention import TritonAttention
 from shared.errors import ConfigError
 from shared.kernels.reference import extend_attention
+from shared.kernels.row_codes import quantize_rows, split_codes
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.attention_work import SPLIT
 from tests.backend_rig import batch_over, block_words
@@ -37,9 +38,11 @@ class Heads:
     D: int
     S: int = 16
     dtype: torch.dtype = torch.float32
+    has_codes: bool = False
 
     def __str__(self) -> str:
-        return f"H{self.H}-K{self.K}-D{self.D}-page{self.S}-{str(self.dtype).removeprefix('torch.')}"
+        kind = str(self.dtype).removeprefix("torch.") + "-int8" * self.has_codes
+        return f"H{self.H}-K{self.K}-D{self.D}-page{self.S}-{kind}"
 
     def kernels(
         self, num_programs: int = 3, workspace_nbytes: int = 1 << 20, *, exact: bool = True
@@ -52,6 +55,7 @@ class Heads:
             dtype=self.dtype,
             device=DEVICE,
             exact=exact,
+            has_codes=self.has_codes,
             workspace_nbytes=workspace_nbytes,
             num_programs=num_programs,
         )
@@ -65,16 +69,23 @@ class PagedKV:
         num_pages = [-(-length // heads.S) for length in lengths]
         shuffled = 1 + torch.randperm(sum(num_pages) + 2, generator=generator)
         self.table_BP = np.zeros((len(lengths), max(num_pages) + 1), dtype=np.int32)
-        shape = (len(shuffled) + 1, heads.K, heads.S, heads.D)
+        shape = (len(shuffled) + 1, heads.K, heads.S, heads.D + 4 * heads.has_codes)
         self.page_size = heads.S
         self.pages = [torch.full(shape, torch.nan, dtype=heads.dtype) for _ in range(2)]
+        if heads.has_codes:
+            self.pages = [torch.full(shape, -1, dtype=torch.int8) for _ in range(2)]  # the scales are NaN
         for b, count in enumerate(num_pages):
             self.table_BP[b, :count] = shuffled[sum(num_pages[:b]) :][:count]
         for b, length in enumerate(lengths):
             page_T, offset_T = self.table_BP[b, np.arange(length) // heads.S], np.arange(length) % heads.S
+            at = torch.from_numpy(page_T).long(), slice(None), torch.from_numpy(offset_T)
             for pages in self.pages:
                 values = torch.randn(length, heads.K, heads.D, generator=generator).to(heads.dtype)
-                pages[torch.from_numpy(page_T).long(), :, torch.from_numpy(offset_T)] = values
+                if heads.has_codes:
+                    codes, scales = split_codes(pages)
+                    codes[at], scales[at] = quantize_rows(values)
+                else:
+                    pages[at] = values
 
     def attention(
         self, kernels: PagedAttention, q_THD: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
@@ -108,11 +119,12 @@ HEADS = [
     Heads(4, 4, 16, S=3),
     Heads(6, 2, 64, dtype=torch.float16),
     Heads(4, 2, 128, dtype=torch.float16),
+    Heads(5, 1, 128, has_codes=True),
+    Heads(4, 2, 96, S=3, has_codes=True),
+    Heads(4, 2, 64, dtype=torch.float16, has_codes=True),
 ]
 if DEVICE.type == "cuda":
-    HEADS += [
-        Heads(heads.H, heads.K, heads.D, heads.S, torch.bfloat16) for heads in HEADS if heads.D % 8 == 0
-    ]
+    HEADS += [replace(heads, dtype=torch.bfloat16) for heads in HEADS if heads.D % 8 == 0]
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -177,20 +189,24 @@ EXACT = Heads(3, 1, 16, dtype=torch.float32 if DEVICE.type == "cpu" else torch.b
 class WholeSequence:
     """One sequence of LENGTH tokens with its queries, and the bits of an extend over all of it."""
 
+    heads: Heads
     kv: PagedKV
     q_THD: torch.Tensor
     out_THD: torch.Tensor
 
 
-@pytest.fixture(scope="module")
-def whole() -> WholeSequence:
-    kv = PagedKV(EXACT, [LENGTH], seed=3)
-    # Zeros of both signs, numbers whose products underflow, and weights that underflow.
-    kv.pages[1][..., :3] = torch.tensor([-0.0, -1e-38, 1e-38], dtype=EXACT.dtype)
+@pytest.fixture(scope="module", params=[False, True], ids=["numbers", "codes"])
+def whole(request: pytest.FixtureRequest) -> WholeSequence:
+    heads = replace(EXACT, has_codes=request.param)
+    kv = PagedKV(heads, [LENGTH], seed=3)
+    if not heads.has_codes:
+        # Zeros of both signs, numbers whose products underflow, and weights that underflow.
+        kv.pages[1][..., :3] = torch.tensor([-0.0, -1e-38, 1e-38], dtype=EXACT.dtype)
     q_THD = torch.randn(LENGTH, EXACT.H, EXACT.D, generator=torch.Generator().manual_seed(4))
     q_THD[:, 1] *= 30.0
     q_THD = q_THD.to(EXACT.dtype)
-    return WholeSequence(kv, q_THD, kv.attention(EXACT.kernels(workspace_nbytes=0), q_THD, [0], [LENGTH]))
+    out = kv.attention(heads.kernels(workspace_nbytes=0), q_THD, [0], [LENGTH])
+    return WholeSequence(heads, kv, q_THD, out)
 
 
 @dataclass(frozen=True)
@@ -219,15 +235,16 @@ def test_every_cut_gives_the_same_bits(
     whole: WholeSequence, pieces: list[Piece], num_programs: int, workspace_rows: int
 ) -> None:
     """Pieces are sequences of one batch, with the same K and V. What comes behind a piece is NaN."""
-    kv = PagedKV(EXACT, [LENGTH] * len(pieces), seed=5)
+    kv = PagedKV(whole.heads, [LENGTH] * len(pieces), seed=5)
     for b, piece in enumerate(pieces):
         end = piece.start + piece.length
         for pages, known in zip(kv.pages, whole.kv.pages, strict=True):
             pages[kv.table_BP[b, :-1]] = known[whole.kv.table_BP[0, :-1]]
             last = kv.table_BP[b, (end - 1) // EXACT.S]
-            pages[last, :, (end - 1) % EXACT.S + 1 :] = torch.nan
-            pages[kv.table_BP[b, (end - 1) // EXACT.S + 1 : -1]] = torch.nan
-    kernels = EXACT.kernels(num_programs, workspace_rows * EXACT.K * (EXACT.D + 2) * 4)
+            values = split_codes(pages)[1] if whole.heads.has_codes else pages
+            values[last, :, (end - 1) % EXACT.S + 1 :] = torch.nan
+            values[kv.table_BP[b, (end - 1) // EXACT.S + 1 : -1]] = torch.nan
+    kernels = whole.heads.kernels(num_programs, workspace_rows * EXACT.K * (EXACT.D + 2) * 4)
     tokens = np.concatenate([np.arange(piece.start, piece.start + piece.length) for piece in pieces])
     out = kv.attention(
         kernels, whole.q_THD[tokens], [piece.start for piece in pieces], [piece.length for piece in pieces]

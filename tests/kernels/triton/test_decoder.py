@@ -43,7 +43,7 @@ def rig_of(decoder: Decoder, product: Linear | None) -> tuple[Rig, TokenToKVPool
     pool = kv_pool(decoder.config, 1 + NUM_ROWS * PAGES_A_ROW, PAGE_SIZE, torch.float32, device())
     kernels = torch_kernels(device())
     if product is not None:
-        kernels = make_triton_kernels(decoder.config, pool, product, "interpreted")
+        kernels = make_triton_kernels(decoder.config, pool.dtype, pool, product, "interpreted")
     progress = Progress()
     rig = Rig(TorchBackend(kernels, decoder, pool, progress, LIMITS), progress)
     rig.future_map = FutureMap(NUM_ROWS, device())

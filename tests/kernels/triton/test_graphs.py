@@ -26,7 +26,7 @@ SHAPES = [BlockShape(4, 4), BlockShape(12, 4)]
 
 def exact_kernels(config: ModelConfig, pool: TokenToKVPool) -> Kernels:
     """Interpreted."""
-    return make_triton_kernels(config, pool, ExactLinear(num_processors=3), "interpreted")
+    return make_triton_kernels(config, pool.dtype, pool, ExactLinear(num_processors=3), "interpreted")
 
 
 @pytest.fixture(scope="module")
