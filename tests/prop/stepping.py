@@ -95,6 +95,10 @@ class Stepping:
         assert record_of(plan) == record
         batch = plan.batch
         self.check_places(plan.unservable)
+        for copy in plan.copies:
+            assert copy.pages.to_host or copy.req.kv.kv_committed_len < copy.kv_len, (
+                "counted before it landed"
+            )
         self.num_steps += 1
         for item in batch.items if batch else ():
             self.admitted_at.setdefault(item.req.key.rid, self.num_steps)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from shared.kvcache.host_pages import PageCopy
+from shared.scheduling.victims import RetractMode
 from shared.timeline import ReqStage
 from tests.prop.stepping import Stepping, new_req
 from tests.token_engine import reference_tokens
@@ -374,3 +375,16 @@ def test_arrivals_pass_a_retracted_request_for_so_many_steps_and_no_longer(
     # Once due, it waits for those who run to end: they need no more than their remaining tokens.
     assert longest <= wait_steps + 3 * 44
     driver.run()
+
+
+def test_no_prefill_passes_an_older_request_whose_kv_is_on_the_host() -> None:
+    s = Stepping(host_tokens=64)
+    older, younger = new_req("older", range(10, 30), 20), new_req("younger", range(40, 60), 20)
+    s.add(older, younger)
+    while s.batcher.running_batch != [older, younger]:
+        s.step()
+    for req, mode in ((older, RetractMode.HOST), (younger, RetractMode.RECOMPUTE)):
+        s.batcher.running_batch.remove(req)
+        s.retraction.retract(req, mode)
+    assert s.retraction.to_prefill() == []
+    s.run()
