@@ -33,6 +33,9 @@ BENCHES: dict[str, Bench] = {
     "decode": Bench(module="decode", question="How near is a decode step to what the machine allows?"),
     "weight_bits": Bench(module="weight_bits", question="What do weights of 8 and 4 bits save?"),
     "kv_bits": Bench(module="kv_bits", question="What does a KV cache of int8 save?"),
+    "quantized_linear": Bench(
+        module="quantized_linear", question="How fast is a quantized layer, against torch's own kernels?"
+    ),
     "prefill": Bench(module="prefill", question="How near is a prefill to oneDNN's best GEMM rate?"),
     "attention": Bench(
         module="attention", question="How near are the attention kernels to what the machine allows?"
