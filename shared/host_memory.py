@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import torch
@@ -18,6 +19,13 @@ def new_mapping(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
     )
+
+
+def trim_heap() -> None:
+    """Give freed memory that malloc has kept back to the system, where the C library has a call for it (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def new_host_buffer(nbytes: int) -> torch.Tensor:

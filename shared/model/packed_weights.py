@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from shared.host_memory import trim_heap
 from shared.kernels.cpu.decoder import (
     MAX_GROUP,
     MAX_GROUP_K,
@@ -86,6 +87,7 @@ def load_packed_weights(
         )
         norm = packer.floats(reader.norm())
         lm_head = packer.lm_head(config, reader.lm_head_pieces())
+    trim_heap()
     desc = DecoderDesc(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

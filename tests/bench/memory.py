@@ -1,4 +1,5 @@
-"""Peak memory of nodes: 1P1D on this machine, of the built-in model and of larger ones with random weights.
+"""Peak memory of nodes: 1P1D on this machine, of the built-in model and of larger ones with random weights, bf16 and
+quantized.
 
 Rows are the highest resident set of a node until then, and `beyond` is what neither weights nor KV pool account for:
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.model.files import resolve_model
-from tests.bench.models import random_model
+from tests.bench.models import quantized_model, random_model
 from tests.bench.table import Row
 from tests.node_memory import BEYOND_MIB, footprints
 from tests.processes import Router
@@ -29,8 +30,14 @@ POOL_TOKENS = 16_384
 
 def main() -> Iterator[Row]:
     """Each model in turn."""
-    for model in ("builtin", "llama-160m", "qwen3-0.6b"):
-        folder = resolve_model("builtin") if model == "builtin" else random_model(model)
+    folders = {
+        "builtin": resolve_model("builtin"),
+        "llama-160m": random_model("llama-160m"),
+        "qwen3-0.6b": random_model("qwen3-0.6b"),
+        "qwen3-0.6b W8A8": quantized_model("qwen3-0.6b", "int8"),
+        "qwen3-0.6b W4A16": quantized_model("qwen3-0.6b", "int4"),
+    }
+    for model, folder in folders.items():
         with tempfile.TemporaryDirectory() as logs:
             yield from measure(model, folder, Path(logs))
 

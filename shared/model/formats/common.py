@@ -22,7 +22,7 @@ ACTIVATION_GROUP = 128
 A scale for the whole token would lose twice as much.
 """
 _WEIGHTS_ALONE = (Layout.PACK_QUANTIZED, Layout.AWQ, Layout.GPTQ, Layout.GPTQ_V2)
-_PIECE_WORDS = 1 << 18
+_PIECE_WORDS = 1 << 15
 
 
 @dataclass(frozen=True)
