@@ -268,3 +268,30 @@ def test_groups_of_layers_and_what_is_ignored(folders: dict[str, Path], tmp_path
         assert isinstance(layer.qkv_proj, QuantizedLinear) and layer.qkv_proj.bits == 8
         assert isinstance(layer.down_proj, QuantizedLinear) and layer.down_proj.bits == 4
     assert isinstance(layers[2].qkv_proj, DenseLinear) and isinstance(layers[2].gate_up_proj, DenseLinear)
+
+
+def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    def is_quantized(name: str, layer: str, **change: Any) -> bool:
+        to = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        quantization = load_model_config(
+            changed(folders[name], to, lambda config: config.update(change))
+        ).quantization
+        return quantization is not None and quantization.scheme_of(layer) is not None
+
+    assert is_quantized("gptq", "lm_head", lm_head=True) and not is_quantized("gptq", "lm_head")
+    up_proj = "model.layers.1.mlp.up_proj"
+    assert not is_quantized("awq", up_proj, modules_to_not_convert=["1.mlp"])
+    assert is_quantized("awq", up_proj, modules_to_not_convert=["1.m.p"])
+    assert not is_quantized("w8a8", up_proj, ignore=["re:.*mlp"])
+    assert is_quantized("w8a8", up_proj, ignore=["re:mlp"])  # compressed-tensors takes re.match
+
+
+def test_zeros_of_gptq_wrap_around(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As in AutoGPTQ: a file has one less, and 15 for 0."""
+    folder = shutil.copytree(folders["gptq"], tmp_path / "changed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.qzeros"].fill_(-1)
+    save_file(tensors, folder / "model.safetensors")
+    down_proj = load(folder).layers[0].down_proj
+    assert isinstance(down_proj, QuantizedLinear) and down_proj.zeros_NG is not None
+    assert not down_proj.zeros_NG.any()
