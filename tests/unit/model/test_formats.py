@@ -134,7 +134,11 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ("fp8-block", of_weights(strategy="tensor_group"), ["group_0.weights.strategy", "tensor_group"]),
     ("fp8-block", of_weights(block_structure="9" * 5000), ["group_0.weights.strategy", "two sizes"]),
     ("w8a8", of_weights(dynamic=True), ["group_0.weights", "dynamic True"]),
-    ("fp8-channel", of_group(format="int-quantized"), ["group_0.weights", "float of 8 bits", "int-quantized"]),
+    (
+        "fp8-channel",
+        of_group(format="int-quantized"),
+        ["group_0.weights", "float of 8 bits", "int-quantized"],
+    ),
     ("fp8-transformers", lambda config: config.pop("weight_block_size"), ["weight_block_size"]),
     ("w8a8", lambda config: config.update(ignore=["re:(lm_head"]), ["re:(lm_head"]),
     ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
