@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
+from shared.model.formats.common import LinearSpec
 from shared.model.linear import DenseLinear, QuantizedLinear
-from shared.model.quantization import quantize_on_load
+from shared.model.quantization import Layout, Scheme, of_dummy_weights, quantize_on_load
 from shared.model.weights import DecoderWeights, load_weights, weights_nbytes
 from tests.modelzoo import make_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
@@ -288,6 +289,28 @@ def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: P
     assert is_quantized("awq", up_proj, modules_to_not_convert=["1.m.p"])
     assert not is_quantized("w8a8", up_proj, ignore=["re:.*mlp"])
     assert is_quantized("w8a8", up_proj, ignore=["re:mlp"])  # compressed-tensors takes re.match
+
+
+def test_a_tied_lm_head_of_dummy_weights_is_dense() -> None:
+    int8 = quantize_on_load("int8")
+    assert of_dummy_weights(int8, is_tied=False).scheme_of("lm_head") is not None
+    assert of_dummy_weights(int8, is_tied=True).scheme_of("lm_head") is None
+
+
+@pytest.mark.parametrize(("weight_only", "group_size"), [(False, 128), (True, 256)])
+def test_activations_have_a_scale_for_each_group_where_weights_have_one_for_all(
+    weight_only: bool, group_size: int
+) -> None:
+    scheme = Scheme(
+        layout=Layout.PACK_QUANTIZED, bits=8, group_size=None, is_symmetric=True, is_weight_only=weight_only
+    )
+    layer = LinearSpec("down_proj", 4, 256, scheme).linear(
+        torch.zeros(4, 256, dtype=torch.uint8),
+        torch.ones(4, 1),
+        torch.full((4, 1), 3, dtype=torch.uint8),
+        None,
+    )
+    assert layer.group_size == group_size and (layer.dequantized() == -3).all()
 
 
 def test_zeros_of_gptq_wrap_around(folders: dict[str, Path], tmp_path: Path) -> None:
