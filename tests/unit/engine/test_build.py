@@ -194,6 +194,7 @@ class TestBuildEngine:
         engine.close()
         assert (engine.layout.dtype, engine.layout.kv_cache_dtype) == ("float32", "int8")
         page_nbytes = EngineShape.of(config, engine.model_config, decodes=True).page_nbytes
+        assert engine.ledger.host.page_nbytes == page_nbytes
         assert page_nbytes == 8 * engine.layout.nbytes_per_token == engine.pool.buffer_LSNHPD.nbytes // 101
         with pytest.raises(ConfigError, match="heads of 18 elements"):
             EngineShape.of(config, replace(engine.model_config, head_dim=18), decodes=True)
