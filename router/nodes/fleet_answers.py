@@ -149,8 +149,9 @@ class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False)
     dtype: str | None
     quantization: Annotated[
         str | None,
-        Field(description="What the weights are quantized to; with int codes, activations have 8 bits."),
+        Field(description="Bits of weights and activations, and where they come from; null: not quantized."),
     ]
+    kv_cache_dtype: Annotated[str | None, Field(description="The type of KV pages.")]
     max_total_num_tokens: Annotated[
         int, Field(description="Tokens in the smallest KV pool of a decode node.")
     ]

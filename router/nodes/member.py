@@ -70,7 +70,7 @@ def raise_if_different(ours: KVLayout, theirs: KVLayout) -> None:
     for field in KVLayout.__struct_fields__:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other and field != "numerics":
-            raise Refusal(f"{field}: the fleet has {mine!r}, this node has {other!r}")
+            raise Refusal(f"{field}: the fleet has {mine or 'none'!r}, this node has {other or 'none'!r}")
 
 
 def raise_if_impossible(hello: NodeHello) -> None:

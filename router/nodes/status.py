@@ -65,6 +65,7 @@ class FleetStatus:
             page_size=layout.page_size if layout else None,
             dtype=layout.dtype if layout else None,
             quantization=layout.quantization or None if layout else None,
+            kv_cache_dtype=layout.kv_cache_dtype or layout.dtype if layout else None,
             max_total_num_tokens=min((n.limits.max_total_num_tokens for n in decode), default=0),
             max_running_requests=sum(n.limits.max_running_requests for n in decode),
             tool_call_parser=self._model.get().tool_call_parser,

@@ -272,8 +272,11 @@ def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Sche
     ):
         return _float_scheme(weights, key, path)
     if weights is None or weights.type != "int" or weights.num_bits not in (4, 8) or weights.dynamic:
-        what = "none" if weights is None else f"{weights.type} of {weights.num_bits} bits"
-        raise _unsupported(path, f"{key}.weights", what, "int of 8 or 4 bits")
+        what = "none"
+        if weights is not None:
+            what = f"{weights.type} of {weights.num_bits} bits, dynamic {weights.dynamic}, in {file_format}"
+        supported = "int of 8 or 4 bits, float of 8 in float-quantized, not dynamic"
+        raise _unsupported(path, f"{key}.weights", what, supported)
     if group.output_activations is not None:
         raise _unsupported(path, f"{key}.output_activations", "a setting", "none")
     if inputs is not None and (
@@ -341,7 +344,7 @@ def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
     block: tuple[int, int | None] | None
     structure = weights.block_structure
     if isinstance(structure, str):  # "128x128"
-        structure = [int(size) for size in re.findall(r"\d+", structure)]
+        structure = [int(size) for size in re.findall(r"\d{1,9}", structure)]
     match weights.granularity, structure:
         case "tensor", _:
             block = None
@@ -350,7 +353,8 @@ def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
         case "block", [int(rows), int(columns)] if 0 < rows <= _MAX_SIZE and 0 < columns <= _MAX_SIZE:
             block = rows, columns
         case other, _:
-            raise _unsupported(path, f"{key}.weights.strategy", other, "tensor, channel, block")
+            what = other if structure is None else f"{other} of {structure}"
+            raise _unsupported(path, f"{key}.weights.strategy", what, "tensor, channel, block of two sizes")
     return Scheme(layout=Layout.FLOAT_QUANTIZED, bits=8, group_size=None, is_symmetric=True, block=block)
 
 

@@ -92,6 +92,7 @@ def paged(shape: Shape, generator: torch.Generator, *, codes: bool = False) -> P
     for b, length in enumerate(shape.seq_lens):
         positions = torch.arange(length)
         owned[table_BP[b, positions // S], positions % S] = True
+        k[table_BP[b, (length - 1) // S], :, (length - 1) % S] = 0.0  # of codes, its scale too
     k.transpose(1, 2)[~owned] = float("nan")
     v.transpose(1, 2)[~owned] = float("inf")
     return PagedKV(*((as_codes(x) for x in (k, v)) if codes else (k, v)), table_BP.int())

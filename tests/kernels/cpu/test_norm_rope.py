@@ -65,7 +65,7 @@ class Heads:
         Heads(5, 4, 2, 16, 1, True),
         Heads(7, 3, 1, 48, 16, True),
         Heads(9, 12, 12, 64, 4, False),
-        Heads(13, 4, 2, 128, 16, True),
+        Heads(13, 4, 2, 128, 48, True),
         Heads(2, 2, 1, 256, 16, True),
     ],
     ids=str,

@@ -157,6 +157,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_team(library: ctypes.CDLL, sha
 def test_codes_of_rows_are_those_of_the_definition(team: Team, k: int, group: int) -> None:
     x_MK = torch.randn(9, k).bfloat16()
     x_MK[1], x_MK[2, :4] = 0.0, torch.tensor([1e38, -1e38, 1e-38, 0.0])
+    x_MK[3], x_MK[3, ::2] = 62.5, 127.0  # ties
+    x_MK[4], x_MK[5], x_MK[6, 1] = x_MK[4] * 1e-33, x_MK[5] * 1e-38, float("-inf")
     codes_MGK, scales_MG = quantize_rows(in_groups(x_MK, group))
     codes = quantize(team, x_MK, group)
     assert torch.equal(codes.values_MK, codes_MGK.flatten(1)) and torch.equal(codes.scales_MG, scales_MG)

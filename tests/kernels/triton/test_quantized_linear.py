@@ -42,6 +42,7 @@ def test_the_product_is_that_of_the_definition(bits: int, group: int, extras: bo
     torch.testing.assert_close(whole, linear.multiply(x), rtol=1e-6, atol=1e-6)
     for rows in (slice(0, 1), slice(18, 19), slice(3, 19)):
         assert torch.equal(multiply_quantized(x[rows], linear), whole[rows])
+    assert torch.equal(multiply_quantized(x.T.contiguous().T, linear), whole)
 
 
 @pytest.mark.parametrize("tile", [FEW, MANY], ids=["few", "many"])
@@ -60,6 +61,7 @@ def test_codes_of_rows_are_those_of_the_definition(has_order: bool) -> None:
     linear = layer(8, 96, 8, 32, extras=True)
     linear = linear if has_order else replace(linear, order_K=None)
     x = torch.randn(5, 96, generator=torch.Generator(device()).manual_seed(2))
+    x[0], x[4], x[4, ::2] = x[0] * 1e-33, 62.5, 127.0  # small ones, and ties
     x[1], x[2, :4], x[3, 40] = 0.0, torch.tensor([1e38, -1e38, 1e-38, 0.0]), float("nan")
     codes_MK, scales_MG, sums_MG = row_codes(x, linear.order_K, 32)
     expected_MGK, expected_MG = quantize_rows(
@@ -81,3 +83,11 @@ def test_codes_of_four_bits_are_packed_and_unpacked() -> None:
     packed = linear.packed()
     assert packed.shape == linear.shape and packed.group_size == 32
     assert packed.codes_NK.nbytes == 6 * 32 and torch.equal(packed.unpacked().codes_NK, linear.codes_NK)
+    assert linear.to(torch.device("meta")).is_packed
+
+
+@pytest.mark.parametrize("group", [33, 24])
+def test_other_groups_are_multiplied_by_torch(group: int) -> None:
+    linear, x = layer(6, 3 * group, 4, group, extras=True), torch.ones(2, 3 * group)
+    assert linear.is_packed == (group == 24)
+    assert torch.equal(multiply_quantized(x, linear), linear.unpacked().multiply(x))

@@ -185,6 +185,20 @@ class TestBuildEngine:
         assert progress[0] == ("loading weights", 0.0)
         assert progress[-1] == ("allocating KV pages", 1.0)
 
+    def test_kv_of_int8(self, folder: Path) -> None:
+        config = NodeConfig(
+            model=ModelOptions(model=str(folder), device="cpu", cpu_cores=CpuCores(1)),
+            cache=CacheOptions(page_size=8, max_total_tokens=800, kv_cache_dtype="int8"),
+        )
+        engine = build_engine(config, lambda what, fraction: None)
+        engine.close()
+        assert (engine.layout.dtype, engine.layout.kv_cache_dtype) == ("float32", "int8")
+        page_nbytes = EngineShape.of(config, engine.model_config, decodes=True).page_nbytes
+        assert engine.ledger.host.page_nbytes == page_nbytes
+        assert page_nbytes == 8 * engine.layout.nbytes_per_token == engine.pool.buffer_LSNHPD.nbytes // 101
+        with pytest.raises(ConfigError, match="heads of 18 elements"):
+            EngineShape.of(config, replace(engine.model_config, head_dim=18), decodes=True)
+
     @pytest.mark.parametrize(("decodes", "num_host_pages"), [(True, 5), (False, 0)])
     def test_a_node_that_never_decodes_has_no_host_pages(
         self, folder: Path, decodes: bool, num_host_pages: int

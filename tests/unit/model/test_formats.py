@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
+from shared.model.formats.common import LinearSpec
 from shared.model.linear import DenseLinear, QuantizedLinear
-from shared.model.quantization import quantize_on_load
+from shared.model.quantization import Layout, Scheme, of_dummy_weights, quantize_on_load
 from shared.model.weights import DecoderWeights, load_weights, weights_nbytes
 from tests.modelzoo import make_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
@@ -132,6 +133,13 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ("w4a16-g32", of_weights(strategy="group", group_size=-1), ["group_0.weights.strategy"]),
     ("fp8-channel", of_weights(num_bits=4), ["group_0.weights", "float of 4 bits"]),
     ("fp8-block", of_weights(strategy="tensor_group"), ["group_0.weights.strategy", "tensor_group"]),
+    ("fp8-block", of_weights(block_structure="9" * 5000), ["group_0.weights.strategy", "two sizes"]),
+    ("w8a8", of_weights(dynamic=True), ["group_0.weights", "dynamic True"]),
+    (
+        "fp8-channel",
+        of_group(format="int-quantized"),
+        ["group_0.weights", "float of 8 bits", "int-quantized"],
+    ),
     ("fp8-transformers", lambda config: config.pop("weight_block_size"), ["weight_block_size"]),
     ("w8a8", lambda config: config.update(ignore=["re:(lm_head"]), ["re:(lm_head"]),
     ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
@@ -265,3 +273,52 @@ def test_groups_of_layers_and_what_is_ignored(folders: dict[str, Path], tmp_path
         assert isinstance(layer.qkv_proj, QuantizedLinear) and layer.qkv_proj.bits == 8
         assert isinstance(layer.down_proj, QuantizedLinear) and layer.down_proj.bits == 4
     assert isinstance(layers[2].qkv_proj, DenseLinear) and isinstance(layers[2].gate_up_proj, DenseLinear)
+
+
+def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    def is_quantized(name: str, layer: str, **change: Any) -> bool:
+        to = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        quantization = load_model_config(
+            changed(folders[name], to, lambda config: config.update(change))
+        ).quantization
+        return quantization is not None and quantization.scheme_of(layer) is not None
+
+    assert is_quantized("gptq", "lm_head", lm_head=True) and not is_quantized("gptq", "lm_head")
+    up_proj = "model.layers.1.mlp.up_proj"
+    assert not is_quantized("awq", up_proj, modules_to_not_convert=["1.mlp"])
+    assert is_quantized("awq", up_proj, modules_to_not_convert=["1.m.p"])
+    assert not is_quantized("w8a8", up_proj, ignore=["re:.*mlp"])
+    assert is_quantized("w8a8", up_proj, ignore=["re:mlp"])  # compressed-tensors takes re.match
+
+
+def test_a_tied_lm_head_of_dummy_weights_is_dense() -> None:
+    int8 = quantize_on_load("int8")
+    assert of_dummy_weights(int8, is_tied=False).scheme_of("lm_head") is not None
+    assert of_dummy_weights(int8, is_tied=True).scheme_of("lm_head") is None
+
+
+@pytest.mark.parametrize(("weight_only", "group_size"), [(False, 128), (True, 256)])
+def test_activations_have_a_scale_for_each_group_where_weights_have_one_for_all(
+    weight_only: bool, group_size: int
+) -> None:
+    scheme = Scheme(
+        layout=Layout.PACK_QUANTIZED, bits=8, group_size=None, is_symmetric=True, is_weight_only=weight_only
+    )
+    layer = LinearSpec("down_proj", 4, 256, scheme).linear(
+        torch.zeros(4, 256, dtype=torch.uint8),
+        torch.ones(4, 1),
+        torch.full((4, 1), 3, dtype=torch.uint8),
+        None,
+    )
+    assert layer.group_size == group_size and (layer.dequantized() == -3).all()
+
+
+def test_zeros_of_gptq_wrap_around(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As in AutoGPTQ: a file has one less, and 15 for 0."""
+    folder = shutil.copytree(folders["gptq"], tmp_path / "changed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.qzeros"].fill_(-1)
+    save_file(tensors, folder / "model.safetensors")
+    down_proj = load(folder).layers[0].down_proj
+    assert isinstance(down_proj, QuantizedLinear) and down_proj.zeros_NG is not None
+    assert not down_proj.zeros_NG.any()

@@ -251,6 +251,10 @@ async def test_a_node_that_has_told_no_load_has_none(model_folder: Path) -> None
     ("change", "words"),
     [
         ({"layout": {"page_size": 8}}, "page_size: the fleet has 16, this node has 8"),
+        (
+            {"layout": {"kv_cache_dtype": "int8"}},
+            "kv_cache_dtype: the fleet has 'none', this node has 'int8'",
+        ),
         ({"layout": {"fingerprint": "another"}}, "is not the model that is served here"),
         ({"role": Role.PREFILL}, "expected a decode node, it is a prefill node"),
         ({"refuses": "router: too many"}, "the node refused: router: too many"),

@@ -157,7 +157,9 @@ async def test_information_that_clients_ask_for(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (_, _, client):
         model = (await client.get("/get_model_info")).json()
         assert (model["max_model_len"], model["weight_version"]) == (256, "default")
-        assert (await client.get("/get_server_info")).json()["max_model_len"] == 256
+        server = (await client.get("/get_server_info")).json()
+        assert server["max_model_len"] == 256
+        assert (server["quantization"], server["kv_cache_dtype"]) == (None, "float32")
         for path in ("/tokenize", "/v1/tokenize"):
             found = (await client.post(path, json={"prompt": "The quick"})).json()
             assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 256

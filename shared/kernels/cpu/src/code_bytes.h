@@ -7,7 +7,7 @@
 
 namespace baton {
 
-// The two bytes of the bf16 of each |code|. -128 is only beside a scale that is not finite, and has those of 0.
+// The two bytes of the bf16 of each |code|. -128 is no code.
 struct CodeTable {
   alignas(64) uint8_t low[128] = {}, high[128] = {};
 

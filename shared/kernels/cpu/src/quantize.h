@@ -2,8 +2,8 @@
 // of a row.
 //
 // scale = max |x| / 127 of the group, and code = x * (127 / max |x|), rounded to the nearest, ties to even. This is what
-// vLLM and SGLang compute for dynamic activations per token (group = k). Below 1e-36 codes are 0. A group with NaN or infinity has the scale NaN or
-// infinity, so its products are not finite either.
+// vLLM and SGLang compute for dynamic activations per token (group = k). Below 1e-36 codes are 0. A group with NaN or
+// infinity has the codes 0 and the scale NaN or infinity, so its products are not finite either.
 #pragma once
 #include "threads.h"
 #include "vec.h"
@@ -44,7 +44,8 @@ void quantize_row(const Codes& to, int64_t row, Values&& values, At&& at) {
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = begin; i < end; i += 16) {
       const __mmask16 lanes = lanes_below(end, i);
-      const __m512i codes = _mm512_maskz_mov_epi32(lanes, _mm512_cvtps_epi32(_mm512_mul_ps(value(i), inverse)));
+      const __m512 x = _mm512_mul_ps(value(i), inverse);
+      const __m512i codes = _mm512_maskz_cvtps_epi32(_mm512_mask_cmp_ps_mask(lanes, x, x, _CMP_ORD_Q), x);
       sum = _mm512_add_epi32(sum, codes);
       _mm_mask_storeu_epi8(to.values + row * to.k + i, lanes, _mm512_cvtsepi32_epi8(codes));
     }
