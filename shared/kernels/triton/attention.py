@@ -118,6 +118,8 @@ def _attend(
     load of the same turn would not be started ahead.
     """
     HEAD_ELEMENTS: tl.constexpr = PAGE_SIZE * (HEAD_DIM + 4 * HAS_CODES)
+    # Scales of V are about 0.01: with a weight they would be too small for the exponents of float16.
+    V_FACTOR: tl.constexpr = 1024.0 if q.dtype == tl.float16 else 1.0
     tile = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     in_head = d[None, :] < HEAD_DIM
@@ -149,9 +151,11 @@ def _attend(
         weights = tl.exp2(tl.fma(scores, scale, -exponent[:, None]))
         total = tl.fma(total, shrink, tl.sum(weights, 1))
         if HAS_CODES:
-            weights *= v_scale[None, :]
+            weights *= (v_scale * V_FACTOR)[None, :]
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         reference = joint
+    if HAS_CODES:
+        acc *= 1.0 / V_FACTOR
     return acc, total, reference
 
 

@@ -141,6 +141,16 @@ def test_against_the_slow_twin(batch: str, heads: Heads, exact: bool) -> None:
     torch.testing.assert_close(out, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
 
 
+def test_small_codes_of_v_beside_float16() -> None:
+    """A weight times a scale of V is not rounded to the few bits of a subnormal."""
+    heads = Heads(4, 2, 64, dtype=torch.float16, has_codes=True)
+    kv, q_THD = PagedKV(heads, [200], seed=1), torch.randn(1, heads.H, heads.D).half()
+    split_codes(kv.pages[1])[1].mul_(1e-4)
+    out = kv.attention(heads.kernels(), q_THD, [199], [1])
+    expected = extend_attention(q_THD.float(), *kv.pages, torch.from_numpy(kv.table_BP).long(), [199], [1])
+    assert (out - expected).abs().max() < 0.01 * expected.abs().max()
+
+
 def test_q_may_be_a_part_of_the_projection() -> None:
     """As `norm_rope_write` may return it: the heads of k and v lie between those of two tokens."""
     heads = Heads(4, 2, 32)
