@@ -297,7 +297,7 @@ class TransferOptions:
         "auto",
         "how pages travel: cuda-ipc (GPU memory that processes of one host share), shm (host memory that they "
         "share), nccl (between GPUs) or gloo (host memory and sockets); auto: the first of these that both nodes can "
-        "use and whose rehearsal passes; tcp: one port, for networks that are not trusted",
+        "use and over which pages arrive; tcp: one port, for networks that are not trusted",
         names=("--kv-transfer",),
         choices=("auto", "cuda-ipc", "shm", "nccl", "gloo", "tcp"),
     )

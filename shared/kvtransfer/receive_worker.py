@@ -108,14 +108,12 @@ class ReceiveWorker(LinkWorker):
         # A Grant of many chunks costs hardly more than a Grant of one, so the next one waits until half are taken in.
         if len(self._granted) > link.max_arrivals // 2:
             return False
-        seq, chunks, was_idle = self._next_seq, [], not self._granted
+        seq, chunks = self._next_seq, []
         while len(self._granted) < link.max_arrivals and (wanted := self._next_wanted()) is not None:
             chunks.append(self._post_receive(link, *wanted))
         if chunks:
             # Behind the receives: a chunk that arrived before its receive is posted would take another chunk's place.
             self._own.outbox.send(self.peer_id, Grant(self.name, seq, tuple(chunks)))
-            if was_idle and self._pace is not None:
-                self._pace.begins()
         return bool(chunks)
 
     def _next_wanted(self) -> tuple[ReqKey, Chunk] | None:
@@ -134,6 +132,7 @@ class ReceiveWorker(LinkWorker):
     def _post_receive(self, link: Link, key: ReqKey, chunk: Chunk) -> GrantedChunk:
         nbytes = self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)
         envelope = Envelope(key, chunk, self._next_seq)
+        self.carries = bool(self.carries)
         self._granted.append(_Granted(link.recv(nbytes, self._next_seq), envelope, nbytes))
         self._next_seq += 1
         return GrantedChunk(
@@ -149,8 +148,6 @@ class ReceiveWorker(LinkWorker):
         finally:
             self._granted.popleft()
             granted.arrival.release()
-        if self._pace is not None:
-            self._pace.moved(granted.nbytes)
         return True
 
     def _scatter(self, granted: _Granted) -> None:
@@ -164,10 +161,14 @@ class ReceiveWorker(LinkWorker):
             return
         try:
             payload, layers = arrival.slot.payload(granted.nbytes), (chunk.first_layer, chunk.num_layers)
-            if self._pages.scatter(page_ids, *layers, payload, envelope.seed) != digest:
+            is_intact = self._pages.scatter(page_ids, *layers, payload, envelope.seed) == digest
+            if not is_intact:
                 self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", corrupt=True)
         except BaseException:
             self._gate.refused(envelope.key, "its pages could not be written")
             raise
         finally:
             self._gate.end_scatter(envelope.key, chunk, granted.nbytes)
+        if not is_intact and not self.carries:
+            raise LinkError("its first chunk arrived corrupt")
+        self.carries = True

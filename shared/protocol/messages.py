@@ -146,20 +146,16 @@ class NodeLimits(Record, frozen=True):
 
 
 class LinkReport(msgspec.Struct, frozen=True, gc=False):
-    """A link of a node that is ready for use, and what its rehearsal measured when it was built.
+    """A link of a node that is ready for use.
 
     `peer` is an incarnation, `incoming` tells that pages arrive from it. `passed_over` are better transports, and why
-    the link does not use them. `slow_gb_s` is what the link of a receiving node comes to now, while it is much slower
-    than its rehearsal; else 0. It is an object on the wire, since routers show it as it comes.
+    the link does not use them. It is an object on the wire, since routers show it as it comes.
     """
 
     peer: str
     incoming: bool
     transport: str
-    gb_s: float = 0.0
-    latency_ms: float = 0.0
     passed_over: dict[str, str] = {}
-    slow_gb_s: float = 0.0
 
 
 class Load(Record, frozen=True):

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError, PeerGone
+from shared.errors import LinkError
 from shared.host_memory import new_host_buffer
 from shared.kvtransfer.link import Copier, LinkSpec, Op, Stepped
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
@@ -169,13 +169,13 @@ class ThreadRunner:
 
 @contextmanager
 def peer_answers(sock: socket.socket) -> Iterator[None]:
-    """Pass on what `sock` raises in the block as a LinkError; PeerGone: the peer has closed it."""
+    """Pass on what `sock` raises in the block as a LinkError."""
     try:
         yield
     except TimeoutError:
         raise LinkError(f"timed out after {sock.gettimeout():g} s") from None
     except OSError as error:
-        raise PeerGone(f"the peer is gone: {error}") from None
+        raise LinkError(f"the peer is gone: {error}") from None
 
 
 def wait_for_hang_up(sock: socket.socket, timeout_ms: int | None = None) -> bool:

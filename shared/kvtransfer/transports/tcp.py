@@ -24,7 +24,7 @@ from torch.distributed import DistStoreError
 
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError, PeerGone
+from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, Link, LinkSpec
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import (
@@ -173,7 +173,7 @@ class TcpLink:
             while message:
                 nbytes = self._socket.recv_into(message)
                 if not nbytes:
-                    raise PeerGone("the peer is gone: end of file")
+                    raise LinkError("the peer is gone: end of file")
                 message = message[nbytes:]
 
     def _exchange(self, turn: int, ours: bytes) -> bytes:

@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError
 
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError, PeerGone
+from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.transports.common import NONCE_NBYTES, challenge, peer_answers, wait_for_hang_up
@@ -140,7 +140,7 @@ class UnixLink:
             )
         # What a dead peer has sent can still be read, but device memory goes with its process.
         if wait_for_hang_up(self._socket, 0):
-            raise PeerGone("the peer is gone, and its slots with it")
+            raise LinkError("the peer is gone, and its slots with it")
         return header, slot
 
     def release(self, seq: int) -> None:
@@ -164,7 +164,7 @@ class UnixLink:
             else:
                 self._socket.send(record)
         except OSError as error:
-            raise PeerGone(f"the peer takes no more: {error}") from None
+            raise LinkError(f"the peer takes no more: {error}") from None
 
     def _read(self, nbytes: int) -> bytes:
         # The kernel closes descriptors that come with a record that is read like this.
@@ -240,7 +240,9 @@ class UnixArrival(UnixOp):
 
 def _malformed(record: bytes) -> LinkError:
     return (
-        LinkError("the peer sent a malformed record") if record else PeerGone("the peer is gone: end of file")
+        LinkError("the peer sent a malformed record")
+        if record
+        else LinkError("the peer is gone: end of file")
     )
 
 
