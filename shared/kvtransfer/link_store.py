@@ -28,8 +28,6 @@ class LinkStore(Store):
         self._send = send
         self._timeout_s = timeout_s
         self._entries: dict[str, bytes] = {}
-        self.published: list[bytes] = []
-        """What this end has set, for the peer to read."""
         self._changed = threading.Condition()
         self.aborted: str | None = None
         """Why the link was given up."""
@@ -69,7 +67,6 @@ class LinkStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Store an entry here and at the peer."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self.published.append(data)
         self.feed(key, data)
         self._send(key, data)
 

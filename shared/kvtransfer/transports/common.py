@@ -178,6 +178,15 @@ def peer_answers(sock: socket.socket) -> Iterator[None]:
         raise LinkError(f"the peer is gone: {error}") from None
 
 
+def read_whole(sock: socket.socket, message: memoryview) -> None:
+    """Fill `message`. LinkError: the stream ends before. Used within `peer_answers`."""
+    while message:
+        nbytes = sock.recv_into(message)
+        if not nbytes:
+            raise LinkError("the peer is gone: end of file")
+        message = message[nbytes:]
+
+
 def wait_for_hang_up(sock: socket.socket, timeout_ms: int | None = None) -> bool:
     """Block until the peer has closed its end of `sock`, is dead, or `sock` is shut down here. False: not in time."""
     hang_up = select.poll()

@@ -9,8 +9,8 @@ What gloo does that shapes this file (measured on torch 2.13):
 - a group rebuilt under a name that was used before is half broken: names are never reused;
 - starting a send writes into the socket what it takes, for up to a millisecond of a 4 MiB chunk. So a thread of its
   own starts sends, and the next chunk is gathered and digested meanwhile;
-- a device keeps a descriptor for each stranger that connects to its port, until the device is gone, and aborts the
-  process when no descriptor is left: see `listener_filter`.
+- a device listens for as long as its pair lives, keeps a descriptor for each stranger that connects to its port, and
+  aborts the process when no descriptor is left. So gloo is for trusted networks; `tcp` is for others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroupGloo, Work
 
-from shared import log
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
@@ -37,7 +36,6 @@ from shared.kvtransfer.transports.common import (
     challenge,
     receive_headed,
 )
-from shared.kvtransfer.transports.listener_filter import drop_connections
 from shared.protocol.transfer_messages import Place
 
 _CANARY_TAG = 0x7FFFFFF0
@@ -107,7 +105,6 @@ class GlooLink:
         self._on_dead = on_dead
         self._starter = threads.executor(f"sender {spec.name}")
         challenge(spec, self._exchange)
-        _close_port(spec)
         self._canary = group.recv([torch.zeros(1, dtype=torch.uint8)], self._peer, _CANARY_TAG)
         self._canary_thread = threads.start(f"canary {spec.name}", self._watch)
 
@@ -193,17 +190,6 @@ class GlooSend:
     def wait(self, *, block: bool) -> bool:
         assert block, "a gloo op cannot be polled"
         return self._started.result().wait(block=True)
-
-
-def _close_port(spec: LinkSpec) -> None:
-    """Let no connection reach gloo any more: the two ends of `spec` are connected."""
-    try:
-        if drop_connections(spec.store.published):
-            return
-        reason = "gloo's socket was not found"
-    except OSError as error:
-        reason = str(error)
-    log.warn("gloo_port_stays_open", link=spec.name, reason=reason)
 
 
 def _data_tag(seq: int) -> int:

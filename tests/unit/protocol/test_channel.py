@@ -364,7 +364,7 @@ def test_an_identity_without_a_peer_is_ignored(node: Party, router: Party, ident
     assert node.heard.empty()
 
 
-def test_strangers_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFixture) -> None:
+def test_gloo_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFixture) -> None:
     address = node.listen()
     with raw_dial(address, b"stranger") as raw:
         for _ in range(200):
