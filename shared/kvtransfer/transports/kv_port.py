@@ -1,9 +1,9 @@
 """The TCP port where a node accepts links: one for all of them, open while it has or builds a link that it accepts.
 
 A connection begins with a hello, which only the two ends of one link that is being built know, and which admits one
-connection. A thread of the connection reads it. A connection that says something else is closed, and one that says
-nothing for HELLO_TIMEOUT_S, and the oldest stranger when there are MAX_STRANGERS newer ones. So strangers keep no place
-from a peer, whose hello follows its connection at once.
+connection. A thread of the connection reads it. A connection is closed that says something else, or nothing for
+HELLO_TIMEOUT_S, and the oldest stranger when there are MAX_STRANGERS newer ones. So connections that say nothing keep
+no place from a peer, whose hello follows its connection at once.
 """
 
 from __future__ import annotations
