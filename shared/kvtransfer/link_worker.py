@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared import log
 from shared.errors import LinkError
@@ -25,13 +25,8 @@ from shared.kvtransfer.staging import SlotRing
 from shared.protocol.messages import LinkReport
 from shared.protocol.transfer_messages import LinkOpen, StoreSet
 
-
-class LinkOwner(Protocol):
-    """The side that a link belongs to."""
-
-    def end_link(self, link: LinkWorker, reason: str, *, tell_peer: bool = True) -> None:
-        """The link is dead, if it was not before. Any thread."""
-        ...
+if TYPE_CHECKING:
+    from shared.kvtransfer.side import Side
 
 
 class LinkWorker(ABC):
@@ -42,7 +37,7 @@ class LinkWorker(ABC):
 
     rank: ClassVar[int]
 
-    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, owner: LinkOwner) -> None:
+    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, owner: Side[Any, Any, Any]) -> None:
         options, transports = own.options, own.transports
 
         def tell(entry: str, value: bytes) -> None:

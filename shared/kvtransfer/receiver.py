@@ -152,7 +152,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
                 case StoreSet() | LinkLost() | PeerPing() | PeerPong() if peer is not None:
                     self._take(peer, message)
 
-    # ----------------------------------------------------------------------- data thread: ScatterGate
+    # ------------------------------------------------------------------------------------ data thread
     def wants(self, key: ReqKey) -> bool:
         """Whether chunks of this transfer are still to be granted."""
         with self._lock:

@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -31,7 +30,6 @@ from shared.kvtransfer.transports.common import NONCE_NBYTES, challenge, peer_an
 _MESSAGE = struct.Struct(f"<QIQ{HEADER_NBYTES}s")  # seq, slot, nbytes, header
 _MAX_SHOWN_NBYTES = 1024
 _RELEASED = struct.Struct("<Q")  # seq
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class SlotSharing(Protocol):
@@ -253,7 +251,8 @@ def _accept(spec: LinkSpec, timeout_s: float) -> socket.socket:
         listener.listen()
         spec.store.set("unix/address", address)
         spec.store.wait(["unix/connected"])  # can be given up; from here on the peer is in the queue
-        return accept_from(os.getuid(), listener, timeout_s)
+        listener.settimeout(timeout_s)
+        return listener.accept()[0]
 
 
 def _connect(spec: LinkSpec, options: TransferOptions) -> socket.socket:
@@ -267,23 +266,3 @@ def _connect(spec: LinkSpec, options: TransferOptions) -> socket.socket:
         raise
     spec.store.set("unix/connected", b"")
     return sock
-
-
-def accept_from(uid: int, listener: socket.socket, timeout_s: float) -> socket.socket:
-    """The first connection of a process of the user `uid`. OSError: none came in time.
-
-    All users of the host see an abstract name, so connections of others are closed.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        listener.settimeout(max(0.001, deadline - time.monotonic()))
-        sock, _ = listener.accept()
-        if _uid_of_peer(sock) == uid:
-            return sock
-        sock.close()
-
-
-def _uid_of_peer(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
-    return uid

@@ -239,74 +239,6 @@ def test_an_older_dial_of_the_same_peer_is_not_heard_any_more(node: Party) -> No
         assert newer.recv() == msgspec.msgpack.encode(PONG)
 
 
-def hears(node: Party, raw: zmq.Socket[bytes]) -> bool:
-    """Whether the node hears something soon after a further message over `raw`."""
-    raw.send(msgspec.msgpack.encode(Ping(1)))
-    try:
-        return bool(node.heard.get(timeout=0.05))
-    except queue.Empty:
-        return False
-
-
-@pytest.mark.parametrize("liar_dial", [b"1000000000", b"9" * 200, b"8"], ids=["far", "absurd", "next"])
-def test_a_message_under_the_identity_of_another_locks_it_out_for_a_while_only(
-    party: MakeParty, liar_dial: bytes
-) -> None:
-    node = party("node", forget_dial_s=0.3)
-    address = node.listen()
-    with raw_dial(address, b"router|raw|7") as real:
-        until(lambda: hears(node, real))
-        with raw_dial(address, b"router|raw|" + liar_dial) as liar:
-            liar.send(msgspec.msgpack.encode(RouterHello("raw", PROTOCOL_VERSION)))
-            until(lambda: node.hear() == ("raw", RouterHello("raw", PROTOCOL_VERSION)))
-        until(lambda: hears(node, real))  # over the connection that it has
-        node.send("raw", PONG)
-        assert real.recv() == msgspec.msgpack.encode(PONG)
-
-
-def test_a_lie_keeps_no_later_dial_of_the_peer_out(party: MakeParty) -> None:
-    """The real peer has given its connection up and dials anew, with a number below that of the lie."""
-    node = party("node", forget_dial_s=0.3)
-    address = node.listen()
-    with raw_dial(address, b"router|raw|1000000000") as liar:  # stays connected, and says no more
-        liar.send(msgspec.msgpack.encode(Ping(1)))
-        assert node.hear() == ("raw", Ping(1))
-        with raw_dial(address, b"router|raw|8") as real:
-            until(lambda: hears(node, real))
-        with raw_dial(address, b"router|raw|9") as next_dial:
-            next_dial.send(msgspec.msgpack.encode(Ping(0)))
-            until(lambda: node.hear()[1] == Ping(0))
-
-
-def test_an_older_dial_stays_out_while_the_newer_is_heard(party: MakeParty) -> None:
-    """However long that goes on. What is silent is the newer dial, not the peer."""
-    node = party("node", forget_dial_s=3.0)
-    address = node.listen()
-    with raw_dial(address, b"router|raw|9") as older, raw_dial(address, b"router|raw|10") as newer:
-        newer.send(msgspec.msgpack.encode(Ping(0)))
-        assert node.hear() == ("raw", Ping(0))
-        for seq in range(1, 17):
-            older.send(msgspec.msgpack.encode(Leaving("a leftover")))
-            newer.send(msgspec.msgpack.encode(Ping(seq)))
-            assert node.hear() == ("raw", Ping(seq))
-            time.sleep(0.25)
-
-
-def test_a_newer_dial_that_was_silent_comes_back_with_its_next_message(party: MakeParty) -> None:
-    """A leftover that comes so late is heard, and takes nothing over for longer than until then."""
-    node = party("node", forget_dial_s=0.3)
-    address = node.listen()
-    with raw_dial(address, b"router|raw|9") as older, raw_dial(address, b"router|raw|10") as newer:
-        newer.send(msgspec.msgpack.encode(Ping(0)))
-        assert node.hear() == ("raw", Ping(0))
-        until(lambda: hears(node, older))
-        newer.send(msgspec.msgpack.encode(Leaving("the newer speaks")))
-        until(lambda: node.hear()[1] == Leaving("the newer speaks"))
-        assert not hears(node, older)
-        node.send("raw", PONG)
-        assert newer.recv() == msgspec.msgpack.encode(PONG)
-
-
 def test_a_kind_that_nobody_expects_is_ignored(node: Party, router: Party, party: MakeParty) -> None:
     address, stranger = node.listen(), party("stranger").start()
     stranger.dial("n", address, kind="prefill")
@@ -364,7 +296,7 @@ def test_an_identity_without_a_peer_is_ignored(node: Party, router: Party, ident
     assert node.heard.empty()
 
 
-def test_gloo_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFixture) -> None:
     address = node.listen()
     with raw_dial(address, b"stranger") as raw:
         for _ in range(200):

@@ -67,7 +67,7 @@ def test_without_a_cache_nobody_waits() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_gloo_do_not_wait(policy: str) -> None:
+def test_strangers_do_not_wait(policy: str) -> None:
     stepping = Stepping(schedule_policy=policy)
     first, second = sharers(2)
     stranger, tenant = new_req("x", range(300, 340), 3), new_req("t", PREFIX, 3, extra_key="another")
