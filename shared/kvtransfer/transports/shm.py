@@ -1,7 +1,7 @@
 """Links over host memory that two processes of one host share.
 
 Each staging slot is a memfd: it has no name, so a process that is killed leaves nothing behind. The peer is shown the
-descriptor, and maps it read-only if its pages are on a CPU. Where pages are on GPUs the slots are registered with CUDA,
+descriptor, and maps it read-only if its pages are on a CPU. Where pages are on GPUs, slots are registered with CUDA,
 so that both processes copy from and to them at the speed of the bus; not every driver pins memory that cannot be
 written.
 """
