@@ -34,8 +34,7 @@ from shared.protocol.dial_socket import (
     from_frames,
     to_frames,
 )
-from shared.protocol.messages import FRAME_ERRORS, Struct
-from shared.protocol.outbox import Outbox
+from shared.protocol.messages import FRAME_ERRORS, Outbox, Struct
 from shared.protocol.resolver import Resolver, does_not_resolve
 from shared.protocol.security import FleetKey
 
@@ -289,13 +288,13 @@ class ControlThread:
         else:
             resolved.add_done_callback(lambda done: self._post(lambda: self._connect(dialled, done)))
 
-    def _connect(self, dialled: _Dialled, resolved: Future[str]) -> None:
+    def _connect(self, dialled: _Dialled, resolved: Future[tuple[str, ...]]) -> None:
         if self._dialled.get(dialled.peer) is not dialled:
             return  # hung up meanwhile
         try:
             dialled.sockets = DialSocket(
                 self._context,
-                resolved.result(),
+                resolved.result()[0],
                 f"{dialled.identity}|{next(self._dials)}",
                 self._fleet_key,
                 max_queued_messages=MAX_QUEUED_MESSAGES,

@@ -11,7 +11,7 @@ has ended.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -53,6 +53,18 @@ class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the parts of messages: an untagged array on the wire."""
+
+
+class Outbox(Protocol):
+    """Sends control messages to named peers. Real: `channel.ControlThread`; in tests: `fake_network.FakeNetwork`.
+
+    `send` never blocks and may be called from any thread. Messages to one peer arrive in order or, when the peer is
+    gone, not at all: a sender that needs an answer keeps a deadline.
+    """
+
+    def send(self, to: str, message: Struct) -> None:
+        """Queue `message` for the peer `to` (a node id on a pair, a router incarnation towards a router)."""
+        ...
 
 
 class ReqKey(Record, frozen=True):

@@ -16,11 +16,11 @@ from shared import log
 from shared.protocol.messages import (
     AddedNode,
     Draining,
+    Outbox,
     Relay,
     RemovedNode,
     Role,
 )
-from shared.protocol.outbox import Outbox
 from shared.timeline import Clock
 
 MAX_ADDED_NODES = 1024

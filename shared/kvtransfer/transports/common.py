@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -43,29 +42,20 @@ def _mac(spec: LinkSpec, rank: int, nonce: bytes) -> bytes:
     return hmac.new(spec.secret, b"%d/%s/" % (rank, spec.name.encode()) + nonce, hashlib.sha256).digest()
 
 
-class Receive(Op, Protocol):
-    """A receive into a slot."""
-
-    @property
-    def header(self) -> bytes:
-        """The header of the message, which has arrived."""
-        ...
-
-
 class RingArrival:
     """A receive into a slot of `ring`, which has the slot back when the message is released.
 
     For links that do not share memory with their peer.
     """
 
-    def __init__(self, op: Receive, slot: Slot, ring: SlotRing) -> None:
+    def __init__(self, op: Op, slot: Slot, ring: SlotRing) -> None:
         self.slot = slot
         self._op = op
         self._ring = ring
 
     @property
     def header(self) -> bytes:
-        return self._op.header
+        return self.slot.header
 
     def wait(self, *, block: bool) -> bool:
         return self._op.wait(block=block)
@@ -74,8 +64,8 @@ class RingArrival:
         self._ring.give_back(self.slot)
 
 
-def receive_into(ring: SlotRing, start: Callable[[Slot], Receive]) -> RingArrival:
-    """Take a slot and `start` a receive into it; the slot goes back if that raises."""
+def receive_into(ring: SlotRing, start: Callable[[Slot], Op]) -> RingArrival:
+    """Take a slot and `start` a receive into it and its `header`; the slot goes back if that raises."""
     slot = ring.take()
     assert slot is not None, "more arrivals than slots"
     try:
@@ -121,26 +111,11 @@ class HeadedSlot(Slot):
 def receive_headed(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op]) -> RingArrival:
     """Take a HeadedSlot, and `start` a receive of a header and a payload of `nbytes` into its message."""
 
-    def receive(slot: Slot) -> Receive:
+    def receive(slot: Slot) -> Op:
         assert isinstance(slot, HeadedSlot)
-        return _HeadedReceive(start(slot.message(nbytes)), slot)
+        return start(slot.message(nbytes))
 
     return receive_into(ring, receive)
-
-
-class _HeadedReceive:
-    """A receive into a slot, header first."""
-
-    def __init__(self, op: Op, slot: HeadedSlot) -> None:
-        self._op = op
-        self._slot = slot
-
-    @property
-    def header(self) -> bytes:
-        return self._slot.header
-
-    def wait(self, *, block: bool) -> bool:
-        return self._op.wait(block=block)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from shared.protocol.transfer_messages import LinkOpen, Place, StoreSet
 from tests.chaos.corruption import FaultyLinkFactory
 from tests.fake_cuda import FakeRuntime
 from tests.fake_nccl import FakeNccl
-from tests.unit.kvtransfer.link_pair import LinkPair, key, real, transports
+from tests.unit.kvtransfer.link_pair import NCCL, LinkPair, key, real, transports
 from tests.unit.kvtransfer.looks import num_slots_out, peer_states, transports_of
 
 torch.set_num_threads(1)
@@ -122,6 +122,33 @@ def test_a_link_whose_first_chunk_is_corrupt_gives_way_to_the_next_transport(
     (report,) = pair.d.link_reports
     assert report.passed_over["shm"] == "its first chunk arrived corrupt"
     assert num_slots_out(pair.p) == num_slots_out(pair.d) == 0
+    pair.moves_pages(1)
+
+
+class FullGpu(NcclLinkFactory):
+    """On a GPU that has no memory left for slots."""
+
+    def new_slot(self, nbytes: int) -> Slot:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
+
+
+@pytest.mark.parametrize("full", ["p", "d"])
+def test_a_gpu_without_memory_for_slots_passes_the_transport_over(
+    full: str, new_pair: Callable[[Transports, Transports], LinkPair]
+) -> None:
+    both = {}
+    for name in "pd":
+        nccl, gloo = transports(real("nccl")), transports(real("gloo"))
+        factories = {**nccl.factories, **gloo.factories}
+        if name == full:
+            factories["nccl"] = FullGpu(real("nccl"), CPU, NCCL.new_group, DeviceThreads())
+        both[name] = replace(nccl, factories=factories)
+    pair = new_pair(both["p"], both["d"])
+    pair.transfer(0, [1], [2])
+    pair.until_received(0)
+    pair.until(lambda: transports_of(pair.p) == transports_of(pair.d) == ["gloo"])
+    (report,) = pair.d.link_reports
+    assert "CUDA out of memory" in report.passed_over["nccl"]
     pair.moves_pages(1)
 
 
