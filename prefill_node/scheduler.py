@@ -137,7 +137,7 @@ class PrefillScheduler:
         if message.decode is not None:
             self._peering.ensure(message.decode)
             self._opened[req.key] = message.decode.incarnation
-            self.bootstrap_queue.add(req)
+            self.bootstrap_queue[req.key] = req
             self._sender.open(req.key, message.decode.incarnation)
         if req.params.grammar is not None:
             self.grammar_queue.add(req, partial(self._enqueue, req))
@@ -161,7 +161,7 @@ class PrefillScheduler:
             self.batcher.add(req)
 
     def _admit(self, key: ReqKey, prefix_pages: int) -> None:
-        req = self.bootstrap_queue.take(key)
+        req = self.bootstrap_queue.pop(key, None)
         if req is None:
             return
         self.run_ahead.reserved(req)

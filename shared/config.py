@@ -302,7 +302,7 @@ class TransferOptions:
         "auto",
         "how pages travel: cuda-ipc (GPU memory that processes of one host share), shm (host memory that they "
         "share), nccl (between GPUs) or gloo (host memory and sockets); auto: the first of these that both nodes can "
-        "use and whose rehearsal passes; tcp: one port, for networks that are not trusted",
+        "use and over which pages arrive; tcp: one port, for networks that are not trusted",
         names=("--kv-transfer",),
         choices=("auto", "cuda-ipc", "shm", "nccl", "gloo", "tcp"),
     )
@@ -314,13 +314,6 @@ class TransferOptions:
         "with --kv-transfer tcp: mutual TLS 1.3, with nodes that have this flag too; certificates that the processes "
         "make for themselves are told over control connections, so it needs --fleet-key",
     )
-    kv_tls_cert: str | None = flag(
-        None, "this node's certificate for --kv-tls, with its chain, in PEM", metavar="FILE"
-    )
-    kv_tls_key: str | None = flag(
-        None, "the key of --kv-tls-cert, in PEM, without a password", metavar="FILE"
-    )
-    kv_tls_ca: str | None = flag(None, "the CA of all nodes' --kv-tls-cert, in PEM", metavar="FILE")
     allow_mixed_numerics: bool = flag(
         False,
         "take KV pages of nodes whose kernels, instruction set or type differ: a stream may then part from what it "
@@ -390,20 +383,15 @@ class TransferOptions:
 
     def check(self, *, has_fleet_key: bool) -> None:
         """Raise ConfigError for a flag that would have no effect, or that lacks another one."""
-        files = (self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca)
         if self.backend != "tcp" and (self.kv_tls or self.kv_port):
             raise ConfigError(
                 f"--kv-port and --kv-tls are for --kv-transfer tcp, and it is {self.backend}: "
                 "no other transport has one port or is encrypted"
             )
-        if any(files) and not self.kv_tls:
-            raise ConfigError(
-                "--kv-tls-cert, --kv-tls-key and --kv-tls-ca are for --kv-tls, which is not given"
-            )
-        if self.kv_tls and not self.kv_tls_ca and not has_fleet_key:
+        if self.kv_tls and not has_fleet_key:
             raise ConfigError(
                 "--kv-tls: certificates are told over the control connections, which are open to anyone: give every "
-                "process the same --fleet-key FILE, or nodes --kv-tls-cert, --kv-tls-key and --kv-tls-ca"
+                "process the same --fleet-key FILE"
             )
 
 

@@ -9,7 +9,6 @@ BatonError
 │       ├── LayoutMismatch      their KV layouts differ
 │       └── TransportMismatch   their --kv-transfer options have no transport in common
 └── LinkError               a link could not be built, or died
-    └── PeerGone            its other end was closed, perhaps for a cause that the peer is about to report
 """
 
 from __future__ import annotations
@@ -76,10 +75,6 @@ class TransportMismatch(PeerMismatch):
 
 class LinkError(BatonError):
     """A link to a peer could not be built, or died."""
-
-
-class PeerGone(LinkError):
-    """The other end of a link was closed."""
 
 
 def maximum_context(num_tokens: int) -> str:

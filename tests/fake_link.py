@@ -160,7 +160,7 @@ class FakeLink:
     ) -> None:
         self.wire = wire
         self.party = party
-        self.receives: dict[int, FakeOp] = {}
+        self.receives: dict[int, tuple[FakeOp, Slot]] = {}
         self._rank = rank
         self._ring = ring
         self._memory = memory
@@ -172,17 +172,16 @@ class FakeLink:
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> FakeOp:
         op = self._start(slot.payload(nbytes))
-        op.header = header
         wire, network = self.wire, self.wire.network
         peer = wire.ends.get(1 - self._rank)
         network.require(peer is not None, "a chunk was granted on a link that the receiver has not built")
         assert peer is not None
         wire.last_arrival = max(wire.last_arrival, network.clock.now + network.draw_link_delay())
-        network.schedule_for(peer.party, wire.last_arrival, lambda: self._arrive(op, peer, seq))
+        network.schedule_for(peer.party, wire.last_arrival, lambda: self._arrive(op, header, peer, seq))
         return op
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
-        return receive_into(self._ring, lambda slot: self._receive(slot.payload(nbytes), seq))
+        return receive_into(self._ring, lambda slot: self._receive(slot, nbytes, seq))
 
     def abort(self) -> None:
         network = self.wire.network
@@ -223,8 +222,9 @@ class FakeLink:
         if not self._closed:
             self._on_dead("the peer is gone")
 
-    def _receive(self, buffer: torch.Tensor, seq: int) -> FakeOp:
-        op = self.receives[seq] = self._start(buffer)
+    def _receive(self, slot: Slot, nbytes: int, seq: int) -> FakeOp:
+        op = self._start(slot.payload(nbytes))
+        self.receives[seq] = op, slot
         return op
 
     def _start(self, buffer: torch.Tensor) -> FakeOp:
@@ -237,19 +237,19 @@ class FakeLink:
         self._ops.append(op)
         return op
 
-    def _arrive(self, op: FakeOp, peer: FakeLink, seq: int) -> None:
+    def _arrive(self, op: FakeOp, header: bytes, peer: FakeLink, seq: int) -> None:
         if self.wire.broken or op.left:
             return
         network = self.wire.network
         network.require(seq in peer.receives, f"message {seq} arrived before its receive was posted")
-        receive = peer.receives.pop(seq)
+        receive, slot = peer.receives.pop(seq)
         if receive.left:
             return
         network.require(
             receive.buffer.numel() == op.buffer.numel(), "a send and its receive differ in length"
         )
         receive.buffer.copy_(op.buffer)
-        receive.header = op.header
+        slot.header = header
         if network.num_payloads_to_spare > 0:
             network.num_payloads_to_spare -= 1
         elif network.num_payloads_to_corrupt > 0:
@@ -266,7 +266,6 @@ class FakeOp:
     buffer: Any
     deadline: float
     done: bool = False
-    header: bytes = b""
     _leaves_at: float | None = None
     _reason: str = "timed out"
 

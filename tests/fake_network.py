@@ -28,8 +28,7 @@ import torch
 
 from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.link import Stepped
-from shared.protocol.messages import Announcement, NodeToRouter, RouterToNode, Struct
-from shared.protocol.outbox import Outbox
+from shared.protocol.messages import Announcement, NodeToRouter, Outbox, RouterToNode, Struct
 from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
 from tests.page_stores import PagesAround
 

@@ -262,20 +262,22 @@ class SimLink:
         self._transport = transport
         self.name, self._peer_rank = spec.name, 1 - spec.rank
         self._ring = spec.ring
-        self._receives: dict[int, _Op] = {}
+        self._receives: dict[int, tuple[_Op, Slot]] = {}
 
     def send(self, slot: Slot, nbytes: int, seq: int, header: bytes) -> _Op:
         """Send pages, which take the time of both cards."""
         transport, peer, op = self._transport, self._transport.links[self.name][self._peer_rank], _Op(self)
         sent_at, there_at = transport.start_pages(self.sides.name, peer.sides.name, nbytes)
-        transport.loop.at(sent_at, op.finish, b"")
+        transport.loop.at(sent_at, op.finish)
         transport.loop.at(there_at, self._arrive, peer, seq, header, nbytes)
         return op
 
     def recv(self, nbytes: int, seq: int) -> RingArrival:
         """Wait for a message."""
-        op = self._receives[seq] = _Op(self)
-        return receive_into(self._ring, lambda slot: op)
+        op = _Op(self)
+        arrival = receive_into(self._ring, lambda slot: op)
+        self._receives[seq] = op, arrival.slot
+        return arrival
 
     def abort(self) -> None:
         """Nothing arrives any more, at either end."""
@@ -291,20 +293,21 @@ class SimLink:
             return
         if transport.lives(peer.sides.name):
             transport.nbytes += nbytes
-            peer._receives.pop(seq).finish(header)
+            op, slot = peer._receives.pop(seq)
+            slot.header = header
+            op.finish()
 
 
 class _Op:
     """A send or a receive."""
 
     def __init__(self, link: SimLink) -> None:
-        self.header = b""
         self._link = link
         self._done = False
 
-    def finish(self, header: bytes) -> None:
+    def finish(self) -> None:
         """It has left, or come."""
-        self.header, self._done = header, True
+        self._done = True
         self._link.sides.step_link(self._link.name)
 
     def wait(self, *, block: bool) -> bool:

@@ -50,7 +50,7 @@ class DnsDiscovery:
         failed = LimitedWarning("discovery_failed")
         while True:
             try:
-                found = await asyncio.wrap_future(self.resolver.resolve_all(self.address))
+                found = await asyncio.wrap_future(self.resolver.resolve(self.address))
             except LinkError as error:
                 failed(reason=error)
             else:

@@ -398,7 +398,7 @@ class Membership:
     async def _resolved(self, address: str) -> str:
         try:
             async with asyncio.timeout(self._timing.hello_s):
-                return await asyncio.wrap_future(self._resolver.resolve(address))
+                return (await asyncio.wrap_future(self._resolver.resolve(address)))[0]
         except TimeoutError:
             raise does_not_resolve(address, f"no answer within {self._timing.hello_s:g} s") from None
 

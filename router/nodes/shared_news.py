@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 from router.nodes.live_node import LiveNode
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import AbortedReqs, AddedNode, Relay, RemovedNode, RouterNews
-from shared.protocol.router_relay import MAX_ABORTS_A_SECOND
 from shared.timeline import Clock
 
 MAX_REMEMBERED = 4096
+MAX_ABORTS_A_SECOND = 250
+"""Sent to other routers. What an operator does to the fleet is not bounded."""
 _STEP_S = 0.001
 MAX_AHEAD_S = 86400.0
 """How far the clock of another router may be ahead of this one's."""
@@ -61,11 +62,11 @@ class SharedNews:
         self._to_all(self._remember(change), change)
 
     def send_abort(self, rid: str | None) -> bool:
-        """Send an abort to all other routers. False if there were so many in this second that nodes drop it."""
+        """Send an abort to all other routers. False if there were too many in this second."""
         second = int(self._clock())
         num_before = self._aborts[1] if self._aborts[0] == second else 0
         self._aborts = second, num_before + 1
-        if num_before >= MAX_ABORTS_A_SECOND // 2:  # a node's second may be halves of two
+        if num_before >= MAX_ABORTS_A_SECOND:
             return False
         self._to_all(next(self._numbers), AbortedReqs(rid))
         return True

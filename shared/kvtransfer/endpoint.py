@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from shared.config import TransferOptions
 from shared.kvtransfer.layout import PageStore
 from shared.kvtransfer.transports.choice import Transports
-from shared.protocol.messages import KVLayout, NodeRef
-from shared.protocol.outbox import Outbox
+from shared.protocol.messages import KVLayout, NodeRef, Outbox
 from shared.timeline import Clock
 
 

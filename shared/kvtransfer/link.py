@@ -47,14 +47,6 @@ class LinkSpec:
     ring: SlotRing
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkRate:
-    """What a rehearsal has measured: bandwidth, and the time from asking for a small message to having it."""
-
-    gb_s: float
-    latency_ms: float
-
-
 class Op(Protocol):
     """A send or receive under way. It owns its memory until `wait` returned True or raised."""
 
@@ -112,10 +104,6 @@ class Link(Protocol):
     def close(self) -> None:
         """End the link's own threads and let go of its descriptors and memory. Every op has left by now."""
         ...
-
-
-Rehearse = Callable[[Link, LinkSpec, Callable[[str], None]], LinkRate]
-"""Tries a link that was just built. LinkError: it fails. The callback takes the reason before a link is aborted."""
 
 
 class Stepped(Protocol):
@@ -176,8 +164,6 @@ class LinkFactory(Protocol):
         """Build a link with the peer that builds the same name; with `block`, wait until it is there.
 
         `on_dead(reason)` is called, from any thread, as soon as the peer is known to be gone, also while no
-        op is under way. While the link is rehearsed, on another thread than the builder's, it may block for a moment.
-        Raises LinkError: the peer did not come in time, or failed the challenge.
-        PeerGone: it closed its end meanwhile, and may be about to report why.
+        op is under way. Raises LinkError: the peer did not come in time, or failed the challenge.
         """
         ...

@@ -7,9 +7,6 @@ A link's death is decided in one place (`Side.end_link`), which calls `stop`; th
 aborts the link and stays until every op under way has left. Until then those ops own their staging slots, while the
 next incarnation is already being built beside it. The abort comes before a slot is let go of: an op that has timed
 out for the host may still read or write the slot on a GPU.
-
-An end that fails a challenge or a rehearsal reports why. Its peer may see the link end before it has that report, so
-it waits for it, a short while, before it says that the peer is gone.
 """
 
 from __future__ import annotations
@@ -17,25 +14,19 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared import log
-from shared.errors import LinkError, PeerGone
+from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.link import RECEIVER, Link, LinkRate, LinkSpec
+from shared.kvtransfer.link import RECEIVER, Link, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
-from shared.kvtransfer.pace import Pace
 from shared.kvtransfer.staging import SlotRing
 from shared.protocol.messages import LinkReport
 from shared.protocol.transfer_messages import LinkOpen, StoreSet
 
-
-class LinkOwner(Protocol):
-    """The side that a link belongs to."""
-
-    def end_link(self, link: LinkWorker, reason: str, *, tell_peer: bool = True) -> None:
-        """The link is dead, if it was not before. Any thread."""
-        ...
+if TYPE_CHECKING:
+    from shared.kvtransfer.side import Side
 
 
 class LinkWorker(ABC):
@@ -45,10 +36,8 @@ class LinkWorker(ABC):
     """
 
     rank: ClassVar[int]
-    peer_report_s = 1.0
-    """How long a node waits for its peer to report why a link ended that was being built."""
 
-    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, owner: LinkOwner) -> None:
+    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, owner: Side[Any, Any, Any]) -> None:
         options, transports = own.options, own.transports
 
         def tell(entry: str, value: bytes) -> None:
@@ -60,6 +49,8 @@ class LinkWorker(ABC):
         self.death: str | None = None
         """Why the link died; None while it builds or lives."""
         self.live_at: float | None = None
+        self.carries: bool | None = None
+        """Whether a chunk has arrived intact; None: none was asked for yet. Only the receiving node knows."""
         self.finished = False
         self._own = own
         self._passed_over = opening.passed_over
@@ -71,18 +62,11 @@ class LinkWorker(ABC):
         self._spec = LinkSpec(
             name=opening.link, rank=self.rank, secret=opening.secret, store=self.store, ring=self._ring
         )
-        self._rate = LinkRate(gb_s=0.0, latency_ms=0.0)
-        """What its rehearsal has measured."""
-        self._pace: Pace | None = None
-        """None unless it was rehearsed."""
         self._kicked = threading.Event()
         """There may be work. Cleared by the thread that steps the link."""
-        self._stopped = threading.Event()
         self._link: Link | None = None
         self._aborted = False
         self._join: Callable[[float], bool] | None = None
-        self._peer_gone: str | None = None
-        """What the link itself has noticed of its peer's end."""
 
     # ------------------------------------------------------------------ what the two kinds do differently
     @abstractmethod
@@ -102,16 +86,7 @@ class LinkWorker(ABC):
     @property
     def report(self) -> LinkReport:
         """What routers are told of a live link."""
-        rate, slow_gb_s = self._rate, self._pace.slow_gb_s if self._pace else 0.0
-        return LinkReport(
-            self.peer_id,
-            self.rank == RECEIVER,
-            self.transport,
-            round(rate.gb_s, 4),
-            round(rate.latency_ms, 3),
-            self._passed_over,
-            round(slow_gb_s, 4),
-        )
+        return LinkReport(self.peer_id, self.rank == RECEIVER, self.transport, self._passed_over)
 
     def start(self) -> None:
         """Begin to build."""
@@ -121,7 +96,6 @@ class LinkWorker(ABC):
         """End the link, which is dead. Only `Side.end_link` calls this, once; it does not block."""
         assert self.death is None
         self.death = reason
-        self._stopped.set()
         self.store.abort(reason)
         self._kicked.set()
 
@@ -163,41 +137,13 @@ class LinkWorker(ABC):
         return True
 
     def _build(self, *, block: bool) -> bool:
-        try:
-            self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
-        except PeerGone:
-            self._await_peer_report()
-            raise
+        self._link = self._factory.build(self._spec, self._on_peer_gone, block=block)
         if self._link is None:
             return False
-        clock, rehearse = self._own.clock, self._own.transports.rehearse
-        if rehearse is not None:
-            self._rate = rehearse(self._link, self._spec, self._fail_rehearsal)
-            self._pace = Pace(self.name, self.transport, self._rate, clock)
-        self.live_at = clock()
-        if self._peer_gone is not None:
-            raise LinkError(self._peer_gone)
-        fields: dict[str, Any] = {"link": self.name, "transport": self.transport}
-        if rehearse is not None:
-            fields |= {"gb_s": round(self._rate.gb_s, 4), "latency_ms": round(self._rate.latency_ms, 3)}
-        fields |= {f"not_{name}": why for name, why in self._passed_over.items()}
-        log.event("link_up", **fields)
+        self.live_at = self._own.clock()
+        passed_over: dict[str, Any] = {f"not_{name}": why for name, why in self._passed_over.items()}
+        log.event("link_up", link=self.name, transport=self.transport, **passed_over)
         return True
 
-    def _fail_rehearsal(self, reason: str) -> None:
-        """An op has failed, perhaps since the peer has aborted the link."""
-        self._await_peer_report()
-        self._owner.end_link(self, reason)
-
-    def _await_peer_report(self) -> None:
-        """Let the peer's report end the link, which is being built. The fake network rehearses no link."""
-        self._stopped.wait(self.peer_report_s)
-
     def _on_peer_gone(self, reason: str) -> None:
-        self._peer_gone = reason  # before the look at `live_at`, as the other thread writes before it looks
-        if self.live_at is None:
-            # The thread that builds the link reports why it failed, which may be why the peer is gone.
-            self._await_peer_report()
-            self.store.abort(reason)
-        else:
-            self._owner.end_link(self, reason)
+        self._owner.end_link(self, reason)

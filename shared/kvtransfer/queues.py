@@ -15,36 +15,15 @@ from shared.protocol.transfer_messages import Handoff
 from shared.scheduling.req import Req
 
 
-class BootstrapQueue:
+class BootstrapQueue(dict[ReqKey, Req]):
     """Requests whose receiving node has not reserved pages yet (SGLang: PrefillBootstrapQueue).
 
     None of them has any KV. A request leaves when its receiving node says Ready, or when its transfer has ended.
     """
 
-    def __init__(self) -> None:
-        self._reqs: dict[ReqKey, Req] = {}
-
-    def __len__(self) -> int:
-        return len(self._reqs)
-
-    def __contains__(self, key: ReqKey) -> bool:
-        return key in self._reqs
-
-    def get(self, key: ReqKey) -> Req | None:
-        """The request, which stays here; None when it is not (or no longer) here."""
-        return self._reqs.get(key)
-
-    def add(self, req: Req) -> None:
-        """Enter a request that was opened with the sender."""
-        self._reqs[req.key] = req
-
     def remove(self, req: Req) -> None:
         """Forget a request that ended."""
-        self._reqs.pop(req.key, None)
-
-    def take(self, key: ReqKey) -> Req | None:
-        """Remove a request; None when it is not (or no longer) here."""
-        return self._reqs.pop(key, None)
+        self.pop(req.key, None)
 
 
 @dataclass(eq=False, slots=True)

@@ -7,40 +7,19 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import RECEIVER, Arrival, Link
-from shared.kvtransfer.link_worker import LinkOwner, LinkWorker
+from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.staging import Envelope
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk, LinkOpen
 
-
-class ScatterGate(LinkOwner, Protocol):
-    """Guards the pages of transfers while they are written; implemented by KVReceiver."""
-
-    def wants(self, key: ReqKey) -> bool:
-        """Whether chunks of this transfer are still to be granted."""
-        ...
-
-    def is_hurried(self) -> bool:
-        """Whether pages are on their way here, over any link, that go before bulk pages."""
-        ...
-
-    def begin_scatter(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
-        """Pages to write now, or None: the transfer has ended, drop the chunk."""
-        ...
-
-    def end_scatter(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
-        """The pages have been written."""
-        ...
-
-    def refused(self, key: ReqKey, reason: str, *, corrupt: bool = False) -> None:
-        """A chunk came that cannot be used; `corrupt`: it did not match its digest."""
-        ...
+if TYPE_CHECKING:
+    from shared.kvtransfer.receiver import KVReceiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +38,9 @@ class ReceiveWorker(LinkWorker):
 
     rank = RECEIVER
 
-    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, gate: ScatterGate) -> None:
-        super().__init__(own, peer_id, opening, gate)
-        self._gate = gate
+    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, side: KVReceiver) -> None:
+        super().__init__(own, peer_id, opening, side)
+        self._side = side
         self._pages = own.pages
         self._queue: deque[tuple[ReqKey, Chunk]] = deque()
         self._bulk: deque[tuple[ReqKey, Chunk]] = deque()
@@ -108,24 +87,22 @@ class ReceiveWorker(LinkWorker):
         # A Grant of many chunks costs hardly more than a Grant of one, so the next one waits until half are taken in.
         if len(self._granted) > link.max_arrivals // 2:
             return False
-        seq, chunks, was_idle = self._next_seq, [], not self._granted
+        seq, chunks = self._next_seq, []
         while len(self._granted) < link.max_arrivals and (wanted := self._next_wanted()) is not None:
             chunks.append(self._post_receive(link, *wanted))
         if chunks:
             # Behind the receives: a chunk that arrived before its receive is posted would take another chunk's place.
             self._own.outbox.send(self.peer_id, Grant(self.name, seq, tuple(chunks)))
-            if was_idle and self._pace is not None:
-                self._pace.begins()
         return bool(chunks)
 
     def _next_wanted(self) -> tuple[ReqKey, Chunk] | None:
         while (item := self._next_queued()) is not None:
-            if self._gate.wants(item[0]):
+            if self._side.wants(item[0]):
                 return item
         return None
 
     def _next_queued(self) -> tuple[ReqKey, Chunk] | None:
-        bulk_may_go = not (self._bulk and self._granted and self._gate.is_hurried())
+        bulk_may_go = not (self._bulk and self._granted and self._side.is_hurried())
         with self._lock:
             if self._queue:
                 return self._queue.popleft()
@@ -134,6 +111,7 @@ class ReceiveWorker(LinkWorker):
     def _post_receive(self, link: Link, key: ReqKey, chunk: Chunk) -> GrantedChunk:
         nbytes = self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers)
         envelope = Envelope(key, chunk, self._next_seq)
+        self.carries = bool(self.carries)
         self._granted.append(_Granted(link.recv(nbytes, self._next_seq), envelope, nbytes))
         self._next_seq += 1
         return GrantedChunk(
@@ -149,8 +127,6 @@ class ReceiveWorker(LinkWorker):
         finally:
             self._granted.popleft()
             granted.arrival.release()
-        if self._pace is not None:
-            self._pace.moved(granted.nbytes)
         return True
 
     def _scatter(self, granted: _Granted) -> None:
@@ -159,15 +135,19 @@ class ReceiveWorker(LinkWorker):
         if digest is None:
             # A CancelTransfer comes too. Only that says whether the Handoff, which this chunk may overtake, was sent.
             return
-        page_ids = self._gate.begin_scatter(envelope.key, chunk)
+        page_ids = self._side.begin_scatter(envelope.key, chunk)
         if page_ids is None:
             return
         try:
             payload, layers = arrival.slot.payload(granted.nbytes), (chunk.first_layer, chunk.num_layers)
-            if self._pages.scatter(page_ids, *layers, payload, envelope.seed) != digest:
-                self._gate.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", corrupt=True)
+            is_intact = self._pages.scatter(page_ids, *layers, payload, envelope.seed) == digest
+            if not is_intact:
+                self._side.refused(envelope.key, f"chunk {envelope.seq} arrived corrupt", corrupt=True)
         except BaseException:
-            self._gate.refused(envelope.key, "its pages could not be written")
+            self._side.refused(envelope.key, "its pages could not be written")
             raise
         finally:
-            self._gate.end_scatter(envelope.key, chunk, granted.nbytes)
+            self._side.end_scatter(envelope.key, chunk, granted.nbytes)
+        if not is_intact and not self.carries:
+            raise LinkError("its first chunk arrived corrupt")
+        self.carries = True

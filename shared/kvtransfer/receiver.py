@@ -152,7 +152,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
                 case StoreSet() | LinkLost() | PeerPing() | PeerPong() if peer is not None:
                     self._take(peer, message)
 
-    # ----------------------------------------------------------------------- data thread: ScatterGate
+    # ------------------------------------------------------------------------------------ data thread
     def wants(self, key: ReqKey) -> bool:
         """Whether chunks of this transfer are still to be granted."""
         with self._lock:
@@ -253,8 +253,9 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
         peer.num_failures = 1 if lasted else peer.num_failures + 1
         pause = options.rebuild_min_s * 2 ** min(peer.num_failures - 1, 30)
         peer.rebuild_at = now + min(pause, options.rebuild_max_s)
-        # It could not be built, and not because the peer was gone: the next transport is tried.
-        if link.live_at is None and not peer.heartbeat.silent(now) and len(peer.transports) > 1:
+        # It could not be built or carried nothing, and not because the peer was gone: the next transport is tried.
+        is_unfit = link.live_at is None or link.carries is False
+        if is_unfit and not peer.heartbeat.silent(now) and len(peer.transports) > 1:
             peer.passed_over[link.transport] = reason
             peer.transports.rotate(-1)
             log.warn("transport_fallback", link=link.name, to=peer.transports[0], reason=reason)

@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import SENDER, Link, Op
-from shared.kvtransfer.link_worker import LinkOwner, LinkWorker
+from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.staging import Envelope, Slot
-from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk, LinkOpen
 
-
-class GatherGate(LinkOwner, Protocol):
-    """Guards the pages of transfers while they are read; implemented by KVSender."""
-
-    def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
-        """Pages to read now, or None: the chunk is void."""
-        ...
-
-    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
-        """The pages have been read."""
-        ...
+if TYPE_CHECKING:
+    from shared.kvtransfer.sender import KVSender
 
 
 class SendWorker(LinkWorker):
@@ -37,9 +27,9 @@ class SendWorker(LinkWorker):
 
     rank = SENDER
 
-    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, gate: GatherGate) -> None:
-        super().__init__(own, peer_id, opening, gate)
-        self._gate = gate
+    def __init__(self, own: Endpoint, peer_id: str, opening: LinkOpen, side: KVSender) -> None:
+        super().__init__(own, peer_id, opening, side)
+        self._side = side
         self._pages = own.pages
         self._copier = own.transports.runner.new_copier(self.name)
         self._due: deque[tuple[int, GrantedChunk]] = deque()
@@ -144,14 +134,14 @@ class SendWorker(LinkWorker):
         """Fill the slot, unless the chunk is void. Returns the header of the message."""
         chunk = Chunk(granted.first_page, granted.num_pages, granted.first_layer, granted.num_layers)
         envelope, digest = Envelope(granted.key, chunk, seq), None
-        page_ids = self._gate.begin_gather(granted.key, chunk)
+        page_ids = self._side.begin_gather(granted.key, chunk)
         if page_ids is not None:
             payload = slot.payload(granted.nbytes)
             layers = chunk.first_layer, chunk.num_layers
             try:
                 digest = self._pages.gather(page_ids, *layers, payload, envelope.seed)
             finally:
-                self._gate.end_gather(granted.key, chunk, payload.numel())
+                self._side.end_gather(granted.key, chunk, payload.numel())
         return envelope.seal(digest)
 
     # ------------------------------------------------------------------------------ the data thread

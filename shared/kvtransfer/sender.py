@@ -168,7 +168,7 @@ class KVSender(Side[SendTransfer, SendEvent, ReceivingNode]):
                 case StoreSet() | LinkLost() | PeerPing() | PeerPong():
                     self._take(peer, message)
 
-    # ------------------------------------------------------------------------ data thread: GatherGate
+    # ------------------------------------------------------------------------------------ data thread
     def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
         """The pages of `chunk`, which stay as they are until `end_gather`; None: the chunk is void."""
         with self._lock:

@@ -87,6 +87,9 @@ class Envelope:
 class Slot:
     """One staging buffer for payloads, in host or device memory, aligned for any element type."""
 
+    header: bytes = b""
+    """That of the message that has arrived here, if this end owns the slot."""
+
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         # Most messages of a link have the same length, and making a view for each costs microseconds.

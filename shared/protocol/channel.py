@@ -3,8 +3,7 @@
 A ZMQ socket belongs to one thread; other threads queue commands for it. On the wire a message is the msgpack of a
 tagged union, in as many frames as its length takes. A dialling socket's identity reads `kind|peer|n`: what the
 dialler is ("router", "sender", "node"), its peer id, and a counter, so that a second dial of the same peer is never
-taken for the first. A process may call itself what it likes, so a number counts for as long as messages come under
-it, and `forget_dial_s` longer.
+taken for the first.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from shared.protocol.dial_socket import (
     from_frames,
     to_frames,
 )
-from shared.protocol.messages import FRAME_ERRORS, Struct
-from shared.protocol.outbox import Outbox
+from shared.protocol.messages import FRAME_ERRORS, Outbox, Struct
 from shared.protocol.resolver import Resolver, does_not_resolve
 from shared.protocol.security import FleetKey
 
@@ -44,20 +42,9 @@ OnMessage = Callable[[str, Any], None]
 """(peer id, message). Called on the control thread: must not block."""
 
 MAX_QUEUED_MESSAGES = 100_000
-_TICKS_TO_FORGET = 5
+MAX_DIALLERS = 4096
+"""Peers that are remembered; each restart of a peer makes a new one."""
 POLL_MS = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelLimits:
-    """What a ControlThread remembers and waits for."""
-
-    max_diallers: int = 4096
-    """Peers that are remembered; each restart of a peer makes a new one."""
-    forget_dial_s: float = 5.0
-    """A dial that has been silent for so long keeps no earlier one out. A living peer is heard every second."""
-    connect_timeout_s: float = CONNECT_TIMEOUT_S
-    """For a dial to be answered, and for the handshake of a dialler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +60,6 @@ class _Dialler:
     identity: bytes
     dial: int
     reachable: bool = True
-    silent_ticks: int = 0
-    """Ticks of this process since its last message. Time does not count, since this process may have been stopped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -121,9 +106,13 @@ class ControlThread:
         self,
         fleet_key: FleetKey | None = None,
         resolver: Resolver | None = None,
-        limits: ChannelLimits | None = None,
+        *,
+        max_diallers: int = MAX_DIALLERS,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        self._limits = limits or ChannelLimits()
+        """`connect_timeout_s` is for a dial to be answered, and for the handshake of a dialler."""
+        self._max_diallers = max_diallers
+        self._connect_timeout_s = connect_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._resolver = resolver or Resolver()
@@ -143,8 +132,7 @@ class ControlThread:
         """To the peers that this node dialled, and no others."""
         self.to_diallers: Outbox = _Towards(self, dialled=False)
         """To the peers that dialled this node, also when this node has dialled them under the same id."""
-        tick_s = self._limits.forget_dial_s / _TICKS_TO_FORGET
-        self._timers = [_Timer(tick_s, self._forget_silent_dials, time.monotonic() + tick_s)]
+        self._timers: list[_Timer] = []
         self._poller = zmq.Poller()
         self._stopping = False
         self._stranger_ignored = log.LimitedWarning("stranger_ignored")
@@ -161,7 +149,7 @@ class ControlThread:
         server.setsockopt(zmq.ROUTER_MANDATORY, 1)
         server.sndhwm = server.rcvhwm = MAX_QUEUED_MESSAGES
         server.linger = 0
-        bound_strangers(server, self._limits.connect_timeout_s)
+        bound_strangers(server, self._connect_timeout_s)
         if self._fleet_key is not None:
             self._fleet_key.secure_server(server)
         try:
@@ -201,7 +189,7 @@ class ControlThread:
         A dial ends with one `on_disconnected`, also one that has failed or was not answered in time; it is never
         taken up again by itself. `hang_up` ends it without.
         """
-        connected_by = time.monotonic() + self._limits.connect_timeout_s
+        connected_by = time.monotonic() + self._connect_timeout_s
         dialled = _Dialled(peer, address, identity, handlers, on_connected, on_disconnected, connected_by)
         self._post(lambda: self._dial(dialled))
 
@@ -300,13 +288,13 @@ class ControlThread:
         else:
             resolved.add_done_callback(lambda done: self._post(lambda: self._connect(dialled, done)))
 
-    def _connect(self, dialled: _Dialled, resolved: Future[str]) -> None:
+    def _connect(self, dialled: _Dialled, resolved: Future[tuple[str, ...]]) -> None:
         if self._dialled.get(dialled.peer) is not dialled:
             return  # hung up meanwhile
         try:
             dialled.sockets = DialSocket(
                 self._context,
-                resolved.result(),
+                resolved.result()[0],
                 f"{dialled.identity}|{next(self._dials)}",
                 self._fleet_key,
                 max_queued_messages=MAX_QUEUED_MESSAGES,
@@ -323,7 +311,7 @@ class ControlThread:
     def _give_up(self, dialled: _Dialled) -> None:
         if self._dialled.get(dialled.peer) is not dialled:
             return  # lost or hung up just now
-        waited = f"no answer within {self._limits.connect_timeout_s:g} s"
+        waited = f"no answer within {self._connect_timeout_s:g} s"
         if dialled.sockets is None:
             waited = str(does_not_resolve(dialled.address, waited))
         self._lose(dialled, f"{dialled.address} cannot be dialled: {waited}")
@@ -354,19 +342,12 @@ class ControlThread:
                 continue
             known = self._diallers.get(peer)
             if known is not None and int(dial) < known.dial:
-                continue  # a leftover of a connection that the peer has given up, or its place was taken by a lie
+                continue  # a leftover of a connection that the peer has given up
             self._diallers[peer] = _Dialler(frames[0], int(dial))
             self._diallers.move_to_end(peer)
-            if len(self._diallers) > self._limits.max_diallers:
+            if len(self._diallers) > self._max_diallers:
                 self._diallers.popitem(last=False)
             self._handle(peer, handlers, from_frames(frames[1:]))
-
-    def _forget_silent_dials(self) -> None:
-        """Let a peer whose latest dial is silent be heard under any number: another process may have made that up."""
-        for dialler in self._diallers.values():
-            dialler.silent_ticks += 1
-            if dialler.silent_ticks >= _TICKS_TO_FORGET:
-                dialler.dial = 0
 
     def _receive_dialled(self, dialled: _Dialled, sock: zmq.Socket[bytes]) -> None:
         for _ in range(1000):

@@ -46,16 +46,13 @@ class JoinAnnouncer:
         """Routers without a connection. `say` dials them."""
         self._warned: set[str] = set()
         """Routers that could not be reached since they were last connected; one warning for each such time."""
-        self._interval_s = interval_s
         self._lock = threading.Lock()
         self._message: Announcement | None = None
         """What was said last, and is said again and again."""
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="join", daemon=True)
         for peer in self._addresses:
             self._dial(peer)
         if self._addresses:
-            self._thread.start()
+            control.every(interval_s, self._repeat)
 
     def loading(self, what: str, fraction: float) -> None:
         """Tell how far the node has loaded."""
@@ -73,15 +70,13 @@ class JoinAnnouncer:
 
     def stop(self) -> None:
         """Ask no more."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        with self._lock:
+            self._message = None
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._interval_s):
-            with self._lock:
-                if self._message is not None:
-                    self._send(self._message)
+    def _repeat(self) -> None:
+        with self._lock:
+            if self._message is not None:
+                self._send(self._message)
 
     def _send(self, message: Announcement) -> None:
         for peer in self._addresses:

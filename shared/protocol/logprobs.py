@@ -79,11 +79,6 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
         """N, from the length of `chosen`."""
         return len(self.chosen) // 4
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return len(self.chosen) + len(self.top_ids) + len(self.top) + len(self.of_token_ids)
-
     def unpack(self) -> list[TokenLogprobs]:
         """One record for each token."""
         n = self.num_tokens

@@ -11,7 +11,7 @@ has ended.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -53,6 +53,18 @@ class Struct(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the parts of messages: an untagged array on the wire."""
+
+
+class Outbox(Protocol):
+    """Sends control messages to named peers. Real: `channel.ControlThread`; in tests: `fake_network.FakeNetwork`.
+
+    `send` never blocks and may be called from any thread. Messages to one peer arrive in order or, when the peer is
+    gone, not at all: a sender that needs an answer keeps a deadline.
+    """
+
+    def send(self, to: str, message: Struct) -> None:
+        """Queue `message` for the peer `to` (a node id on a pair, a router incarnation towards a router)."""
+        ...
 
 
 class ReqKey(Record, frozen=True):
@@ -146,20 +158,16 @@ class NodeLimits(Record, frozen=True):
 
 
 class LinkReport(msgspec.Struct, frozen=True, gc=False):
-    """A link of a node that is ready for use, and what its rehearsal measured when it was built.
+    """A link of a node that is ready for use.
 
     `peer` is an incarnation, `incoming` tells that pages arrive from it. `passed_over` are better transports, and why
-    the link does not use them. `slow_gb_s` is what the link of a receiving node comes to now, while it is much slower
-    than its rehearsal; else 0. It is an object on the wire, since routers show it as it comes.
+    the link does not use them. It is an object on the wire, since routers show it as it comes.
     """
 
     peer: str
     incoming: bool
     transport: str
-    gb_s: float = 0.0
-    latency_ms: float = 0.0
     passed_over: dict[str, str] = {}
-    slow_gb_s: float = 0.0
 
 
 class Load(Record, frozen=True):

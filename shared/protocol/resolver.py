@@ -15,9 +15,6 @@ from typing import Any, Protocol
 from shared import log
 from shared.errors import LinkError
 
-MAX_LOOK_UPS = 64
-"""Names that are looked up at the same time, each on a thread."""
-
 
 class LookUp(Protocol):
     """Real: `socket.getaddrinfo`."""
@@ -35,22 +32,8 @@ class Resolver:
         self._lock = threading.Lock()
         self._running: dict[str, Future[tuple[str, ...]]] = {}
 
-    def resolve(self, address: str) -> Future[str]:
-        """The same address with a number for a host; fails with LinkError. An IPv4 address is preferred."""
-        answer: Future[str] = Future()
-        answer.set_running_or_notify_cancel()
-
-        def first(found: Future[tuple[str, ...]]) -> None:
-            if (error := found.exception()) is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(found.result()[0])
-
-        self.resolve_all(address).add_done_callback(first)
-        return answer
-
-    def resolve_all(self, address: str) -> Future[tuple[str, ...]]:
-        """The address with each number that the host has, at least one, IPv4 first; fails with LinkError."""
+    def resolve(self, address: str) -> Future[tuple[str, ...]]:
+        """The address with each number that its host has, at least one, IPv4 first; fails with LinkError."""
         answer: Future[tuple[str, ...]] = Future()
         answer.set_running_or_notify_cancel()  # several callers may share it, so none of them can cancel it
         host, port = split_address(address)
@@ -62,16 +45,9 @@ class Resolver:
             with self._lock:
                 if address in self._running:
                     return self._running[address]
-                if len(self._running) >= MAX_LOOK_UPS:
-                    answer.set_exception(
-                        does_not_resolve(address, f"{MAX_LOOK_UPS} others are being looked up")
-                    )
-                    return answer
                 self._running[address] = answer
-            thread = threading.Thread(
-                target=self._run, args=(address, host, port, answer), name="resolve", daemon=True
-            )
-            thread.start()
+            look_up = (address, host, port, answer)
+            threading.Thread(target=self._run, args=look_up, name="resolve", daemon=True).start()
         return answer
 
     def _run(self, address: str, host: str, port: int, answer: Future[tuple[str, ...]]) -> None:
@@ -94,7 +70,7 @@ class Resolver:
 def warn_unless_resolved(host: str, resolver: Resolver) -> None:
     """Log a warning, later, if the name under which others are to reach this node has no address on this host."""
 
-    def told(answer: Future[str]) -> None:
+    def told(answer: Future[tuple[str, ...]]) -> None:
         if (error := answer.exception()) is not None:
             hint = "routers and other nodes dial --advertise-host, so it must resolve on their hosts"
             log.warn("advertised_host_unknown", reason=str(error), hint=hint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shared import log
@@ -25,6 +25,7 @@ from shared.protocol.messages import (
     MoveWanted,
     NodeHello,
     NotCached,
+    Outbox,
     Ping,
     Pong,
     Prefill,
@@ -42,14 +43,11 @@ from shared.protocol.messages import (
     Work,
     other_version,
 )
-from shared.protocol.outbox import Outbox
 from shared.protocol.router_relay import RouterRelay
 from shared.timeline import Clock
 
 MAX_REMEMBERED_KEYS = 65_536
 MAX_REMEMBERED_ROUTERS = 1024
-MAX_TOKENS_NBYTES = 16 << 20
-"""Bytes of logprobs in one Tokens message of several entries: a router decodes a message in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +199,9 @@ class RouterPort:
         self._outbox.send(key.router, RunsAlone(key))
 
     def flush(self) -> None:
-        """Send the tokens of this step, one message to each router, or several where logprobs make it large."""
+        """Send the tokens of this step, one message to each router."""
         for router, entries in self._entries.items():
-            for part in _parts(entries):
-                self._outbox.send(router, Tokens(part))
+            self._outbox.send(router, Tokens(tuple(entries)))
         self._entries.clear()
 
     def tell_unreachable(self) -> None:
@@ -283,17 +280,3 @@ def _why_refused(router: str, hello: RouterHello) -> str:
     if hello.router != router:
         return f"router: {hello.router!r} dialled as {router!r}"
     return other_version("router", hello.version)
-
-
-def _parts(entries: list[TokenEntry]) -> Iterator[tuple[TokenEntry, ...]]:
-    """The same entries in the same order, in runs that fit into a message."""
-    part: list[TokenEntry] = []
-    nbytes = 0
-    for entry in entries:
-        added = sum(known.nbytes for known in (entry.logprobs, entry.input_logprobs) if known is not None)
-        if part and nbytes + added > MAX_TOKENS_NBYTES:
-            yield tuple(part)
-            part, nbytes = [], 0
-        part.append(entry)
-        nbytes += added
-    yield tuple(part)

@@ -14,19 +14,16 @@ from collections.abc import Callable, Iterable
 
 from shared import log
 from shared.protocol.messages import (
-    AbortedReqs,
     AddedNode,
     Draining,
+    Outbox,
     Relay,
     RemovedNode,
     Role,
 )
-from shared.protocol.outbox import Outbox
 from shared.timeline import Clock
 
 MAX_ADDED_NODES = 1024
-MAX_ABORTS_A_SECOND = 500
-"""Relayed for one router. What an operator does is not bounded."""
 
 
 class RouterRelay:
@@ -46,8 +43,6 @@ class RouterRelay:
         self._let_go: set[str] = set()
         """The routers that have no work here any more, while the node is drained to take `_next_role`."""
         self._added: OrderedDict[str, Relay] = OrderedDict()
-        self._aborts: dict[str, tuple[int, int]] = {}
-        """For each router: a second, and how many of its aborts were relayed in that second."""
         self._refused = log.LimitedWarning("relay_refused", clock)
 
     @property
@@ -114,7 +109,7 @@ class RouterRelay:
 
     def relay(self, sender: str, message: Relay) -> None:
         """Pass a router's news on to all others."""
-        if message.router != sender or not self._may_relay(message):
+        if message.router != sender:
             self._refused(router=sender, news=type(message.news).__name__)
             return
         match message.news:
@@ -127,12 +122,3 @@ class RouterRelay:
         for router in self._routers():
             if router != sender:
                 self._outbox.send(router, message)
-
-    def _may_relay(self, message: Relay) -> bool:
-        if not isinstance(message.news, AbortedReqs):
-            return True
-        now = int(self._clock())
-        self._aborts = {router: said for router, said in self._aborts.items() if said[0] == now}
-        _, num_before = self._aborts.get(message.router, (now, 0))
-        self._aborts[message.router] = now, num_before + 1
-        return num_before < MAX_ABORTS_A_SECOND

@@ -63,14 +63,14 @@ def stamps(role: str, *stages: str) -> tuple[Stamp, ...]:
 def test_it_loads_alone_and_shows_both_fleets(run: Run, browser: Browser, model_folder: Path) -> None:
     async def scenario() -> None:
         async with pair() as (prefill, decode):
-            far = LinkReport("prefill-0#1", True, "gloo", 2.5, 0.3, {"shm": "the nodes are not on one host"})
+            far = LinkReport("prefill-0#1", True, "gloo", {"shm": "the nodes are not on one host"})
             decode.load = msgspec.structs.replace(LOAD, num_links=1, links=(far,))
             async with opened(browser, model_folder, [prefill, decode]) as site:
                 await site.shows("#service", "serving")
                 assert await site.text("#model") == "tiny"
                 await site.shows(".fleet.prefill .node[data-state=live]", "prefill-0")
                 await site.shows(".fleet.decode .node", "100 KV pages: 20 held, 30 cached, 50 free")
-                words = "1 gloo, 2.5 GB/s, 0.3 ms; not shm: the nodes are not on one host"
+                words = "1 gloo; not shm: the nodes are not on one host"
                 await site.shows(".fleet.decode .links-words", words)
                 bar = ".fleet.decode .pages span"
                 assert await site.page.locator(bar).evaluate_all("all => all.map(e => e.style.flexGrow)") == [

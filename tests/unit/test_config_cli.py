@@ -157,7 +157,6 @@ def test_out_of_bounds_is_refused_with_the_flag_named(
     [
         ("--kv-transfer gloo --kv-tls", "--kv-tls are for --kv-transfer tcp, and it is gloo"),
         ("--kv-port 7300", "--kv-port and --kv-tls are for --kv-transfer tcp, and it is auto"),
-        ("--kv-transfer tcp --kv-tls-ca ca.pem", "for --kv-tls, which is not given"),
         ("--kv-transfer tcp --kv-tls", "--kv-tls: certificates are told over the control connections"),
     ],
 )

@@ -2,7 +2,8 @@
 
 sender ── PeerHello(transports, place) ──▶ receiver, which takes the best that both can use
        ◀── LinkOpen(transport) ──────────  or answers Refused, naming the field
-both build the link and rehearse it; if that fails, the next link of the pair uses the next transport
+both build the link; if that fails, or its first chunk does not arrive intact, the next link of the pair uses the next
+transport
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ import torch
 
 from shared import log
 from shared.config import TransferOptions
-from shared.device_streams import CudaStreams
 from shared.device_threads import DeviceThreads
 from shared.errors import ConfigError, LinkError, TransportMismatch
-from shared.kvtransfer.link import LinkFactory, LinkRunner, Rehearse
+from shared.kvtransfer.link import LinkFactory, LinkRunner
 from shared.kvtransfer.transports.common import ThreadRunner
-from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.transfer_messages import Place
 
 if TYPE_CHECKING:
@@ -52,8 +51,6 @@ class Transports:
     """The size of a staging slot of this node: the most bytes of pages in one chunk."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Transports that cannot work here, and why."""
-    rehearse: Rehearse | None = None
-    """Tries a link that was built; None where links only step without blocking."""
 
     def in_common(self, theirs: Sequence[str], their_place: Place) -> tuple[list[str], dict[str, str]]:
         """What this receiving node and a sender can both use, the best first, and why not the others.
@@ -98,7 +95,7 @@ def links_nbytes(options: TransferOptions, device: torch.device) -> int:
     """Device memory that a node sets aside for its links.
 
     A link has its slots there (cuda-ipc, nccl), and what one copy takes: pages on their way to a slot in host memory
-    (shm, gloo), or the target of the rehearsal.
+    (shm, gloo).
     """
     if device.type == "cpu":
         return 0
@@ -154,14 +151,12 @@ def make_transports(
                 raise
             log.event("transport_unavailable", transport=name, reason=error)
             unavailable[name] = str(error)
-    rehearsal = Rehearsal(device, CudaStreams(device) if device.type == "cuda" else None)
     return Transports(
         factories,
         ThreadRunner(threads),
         place_of(device),
         slot_nbytes(options, device),
         unavailable,
-        rehearsal,
     )
 
 

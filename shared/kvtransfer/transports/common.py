@@ -10,12 +10,11 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError, PeerGone
+from shared.errors import LinkError
 from shared.host_memory import new_host_buffer
 from shared.kvtransfer.link import Copier, LinkSpec, Op, Stepped
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot, SlotRing
@@ -43,29 +42,20 @@ def _mac(spec: LinkSpec, rank: int, nonce: bytes) -> bytes:
     return hmac.new(spec.secret, b"%d/%s/" % (rank, spec.name.encode()) + nonce, hashlib.sha256).digest()
 
 
-class Receive(Op, Protocol):
-    """A receive into a slot."""
-
-    @property
-    def header(self) -> bytes:
-        """The header of the message, which has arrived."""
-        ...
-
-
 class RingArrival:
     """A receive into a slot of `ring`, which has the slot back when the message is released.
 
     For links that do not share memory with their peer.
     """
 
-    def __init__(self, op: Receive, slot: Slot, ring: SlotRing) -> None:
+    def __init__(self, op: Op, slot: Slot, ring: SlotRing) -> None:
         self.slot = slot
         self._op = op
         self._ring = ring
 
     @property
     def header(self) -> bytes:
-        return self._op.header
+        return self.slot.header
 
     def wait(self, *, block: bool) -> bool:
         return self._op.wait(block=block)
@@ -74,8 +64,8 @@ class RingArrival:
         self._ring.give_back(self.slot)
 
 
-def receive_into(ring: SlotRing, start: Callable[[Slot], Receive]) -> RingArrival:
-    """Take a slot and `start` a receive into it; the slot goes back if that raises."""
+def receive_into(ring: SlotRing, start: Callable[[Slot], Op]) -> RingArrival:
+    """Take a slot and `start` a receive into it and its `header`; the slot goes back if that raises."""
     slot = ring.take()
     assert slot is not None, "more arrivals than slots"
     try:
@@ -121,26 +111,11 @@ class HeadedSlot(Slot):
 def receive_headed(ring: SlotRing, nbytes: int, start: Callable[[torch.Tensor], Op]) -> RingArrival:
     """Take a HeadedSlot, and `start` a receive of a header and a payload of `nbytes` into its message."""
 
-    def receive(slot: Slot) -> Receive:
+    def receive(slot: Slot) -> Op:
         assert isinstance(slot, HeadedSlot)
-        return _HeadedReceive(start(slot.message(nbytes)), slot)
+        return start(slot.message(nbytes))
 
     return receive_into(ring, receive)
-
-
-class _HeadedReceive:
-    """A receive into a slot, header first."""
-
-    def __init__(self, op: Op, slot: HeadedSlot) -> None:
-        self._op = op
-        self._slot = slot
-
-    @property
-    def header(self) -> bytes:
-        return self._slot.header
-
-    def wait(self, *, block: bool) -> bool:
-        return self._op.wait(block=block)
 
 
 @dataclass(frozen=True)
@@ -169,13 +144,22 @@ class ThreadRunner:
 
 @contextmanager
 def peer_answers(sock: socket.socket) -> Iterator[None]:
-    """Pass on what `sock` raises in the block as a LinkError; PeerGone: the peer has closed it."""
+    """Pass on what `sock` raises in the block as a LinkError."""
     try:
         yield
     except TimeoutError:
         raise LinkError(f"timed out after {sock.gettimeout():g} s") from None
     except OSError as error:
-        raise PeerGone(f"the peer is gone: {error}") from None
+        raise LinkError(f"the peer is gone: {error}") from None
+
+
+def read_whole(sock: socket.socket, message: memoryview) -> None:
+    """Fill `message`. LinkError: the stream ends before. Used within `peer_answers`."""
+    while message:
+        nbytes = sock.recv_into(message)
+        if not nbytes:
+            raise LinkError("the peer is gone: end of file")
+        message = message[nbytes:]
 
 
 def wait_for_hang_up(sock: socket.socket, timeout_ms: int | None = None) -> bool:

@@ -1,15 +1,14 @@
 """Links over host memory that two processes of one host share.
 
-Each staging slot is a memfd: it has no name, so a process that is killed leaves nothing behind. The owner maps it for
-writing and then seals it, so that the peer that is shown the descriptor cannot shrink it. The peer maps it read-only
-if its pages are on a CPU. Where pages are on GPUs the slots are registered with CUDA, so that both processes copy
-from and to them at the speed of the bus; not every driver pins memory that cannot be written.
+Each staging slot is a memfd: it has no name, so a process that is killed leaves nothing behind. The peer is shown the
+descriptor, and maps it read-only if its pages are on a CPU. Where pages are on GPUs, slots are registered with CUDA,
+so that both processes copy from and to them at the speed of the bus; not every driver pins memory that cannot be
+written.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import weakref
@@ -31,22 +30,19 @@ from shared.protocol.transfer_messages import Place
 if TYPE_CHECKING:
     from shared.kvtransfer.transports.cuda.cuda_runtime import CudaRuntime
 
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
 
 class SharedSlot(Slot):
     """A staging slot whose memory can be shown to another process. LinkError: there is none to be had."""
 
     def __init__(self, nbytes: int) -> None:
         try:
-            self.descriptor = os.memfd_create("baton-kv-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.descriptor = os.memfd_create("baton-kv-slot", os.MFD_CLOEXEC)
         except OSError as error:
             raise LinkError(f"no shared memory: {error}") from None
         try:
             # Memory that is not there shows now, not as a SIGBUS in the middle of a gather.
             os.posix_fallocate(self.descriptor, 0, nbytes)
             area = mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(self.descriptor)
             raise LinkError(f"no shared memory for a slot of {nbytes} bytes: {error}") from None
@@ -57,11 +53,9 @@ class SharedSlot(Slot):
 def map_slot(descriptor: int, *, writable: bool = False) -> torch.Tensor:
     """The memory of a peer's SharedSlot, as a uint8 tensor. To write it is a SIGSEGV, unless it is `writable`.
 
-    Takes the descriptor over. LinkError: the peer could shrink it, which would end this process with a SIGBUS.
+    Takes the descriptor over. LinkError: it cannot be mapped.
     """
     try:
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
-            raise LinkError("the peer's shared memory is not sealed")
         nbytes = os.fstat(descriptor).st_size
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         area = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=prot)

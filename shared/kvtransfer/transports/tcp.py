@@ -24,7 +24,7 @@ from torch.distributed import DistStoreError
 
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError, PeerGone
+from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, Link, LinkSpec
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.common import (
@@ -33,11 +33,12 @@ from shared.kvtransfer.transports.common import (
     RingArrival,
     challenge,
     peer_answers,
+    read_whole,
     receive_headed,
     wait_for_hang_up,
 )
 from shared.kvtransfer.transports.kv_port import MAGIC, KvPort
-from shared.kvtransfer.transports.tls import Identity, identity_of, secured
+from shared.kvtransfer.transports.tls import Identity, secured
 from shared.protocol.transfer_messages import Place
 
 _PIECE_NBYTES = 1 << 20
@@ -48,14 +49,14 @@ _NUM_PROBES = 2
 class TcpLinkFactory:
     """Builds links that are accepted at `options.kv_port`.
 
-    ConfigError: the port or the certificate cannot be had.
+    ConfigError: the port cannot be had, or the certificate not made.
     """
 
     def __init__(self, options: TransferOptions, device: torch.device, threads: DeviceThreads) -> None:
         self._options = options
         self._device = device
         self._threads = threads
-        self._identity: Identity | None = identity_of(options) if options.kv_tls else None
+        self._identity = Identity() if options.kv_tls else None
         self._port = KvPort(options.bind_host, options.kv_port, threads)
 
     def obstacle(self, ours: Place, theirs: Place) -> str | None:
@@ -170,11 +171,7 @@ class TcpLink:
 
     def _read(self, message: memoryview) -> None:
         with peer_answers(self._socket):
-            while message:
-                nbytes = self._socket.recv_into(message)
-                if not nbytes:
-                    raise PeerGone("the peer is gone: end of file")
-                message = message[nbytes:]
+            read_whole(self._socket, message)
 
     def _exchange(self, turn: int, ours: bytes) -> bytes:
         theirs = bytearray(NONCE_NBYTES)

@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ from torch.distributed import DistStoreError
 
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.errors import LinkError, PeerGone
+from shared.errors import LinkError
 from shared.kvtransfer.link import RECEIVER, LinkSpec
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.transports.common import NONCE_NBYTES, challenge, peer_answers, wait_for_hang_up
@@ -31,7 +30,6 @@ from shared.kvtransfer.transports.common import NONCE_NBYTES, challenge, peer_an
 _MESSAGE = struct.Struct(f"<QIQ{HEADER_NBYTES}s")  # seq, slot, nbytes, header
 _MAX_SHOWN_NBYTES = 1024
 _RELEASED = struct.Struct("<Q")  # seq
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class SlotSharing(Protocol):
@@ -140,7 +138,7 @@ class UnixLink:
             )
         # What a dead peer has sent can still be read, but device memory goes with its process.
         if wait_for_hang_up(self._socket, 0):
-            raise PeerGone("the peer is gone, and its slots with it")
+            raise LinkError("the peer is gone, and its slots with it")
         return header, slot
 
     def release(self, seq: int) -> None:
@@ -164,7 +162,7 @@ class UnixLink:
             else:
                 self._socket.send(record)
         except OSError as error:
-            raise PeerGone(f"the peer takes no more: {error}") from None
+            raise LinkError(f"the peer takes no more: {error}") from None
 
     def _read(self, nbytes: int) -> bytes:
         # The kernel closes descriptors that come with a record that is read like this.
@@ -240,7 +238,9 @@ class UnixArrival(UnixOp):
 
 def _malformed(record: bytes) -> LinkError:
     return (
-        LinkError("the peer sent a malformed record") if record else PeerGone("the peer is gone: end of file")
+        LinkError("the peer sent a malformed record")
+        if record
+        else LinkError("the peer is gone: end of file")
     )
 
 
@@ -251,7 +251,8 @@ def _accept(spec: LinkSpec, timeout_s: float) -> socket.socket:
         listener.listen()
         spec.store.set("unix/address", address)
         spec.store.wait(["unix/connected"])  # can be given up; from here on the peer is in the queue
-        return accept_from(os.getuid(), listener, timeout_s)
+        listener.settimeout(timeout_s)
+        return listener.accept()[0]
 
 
 def _connect(spec: LinkSpec, options: TransferOptions) -> socket.socket:
@@ -265,23 +266,3 @@ def _connect(spec: LinkSpec, options: TransferOptions) -> socket.socket:
         raise
     spec.store.set("unix/connected", b"")
     return sock
-
-
-def accept_from(uid: int, listener: socket.socket, timeout_s: float) -> socket.socket:
-    """The first connection of a process of the user `uid`. OSError: none came in time.
-
-    All users of the host see an abstract name, so connections of others are closed.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        listener.settimeout(max(0.001, deadline - time.monotonic()))
-        sock, _ = listener.accept()
-        if _uid_of_peer(sock) == uid:
-            return sock
-        sock.close()
-
-
-def _uid_of_peer(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    uid: int = _PEER_CREDENTIALS.unpack(credentials)[1]
-    return uid

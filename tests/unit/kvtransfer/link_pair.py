@@ -31,7 +31,6 @@ from shared.kvtransfer.transports.choice import Transports, host_identity, make_
 from shared.kvtransfer.transports.common import ThreadRunner
 from shared.kvtransfer.transports.cuda.cuda_ipc import CudaIpcLinkFactory
 from shared.kvtransfer.transports.cuda.nccl import NcclLinkFactory
-from shared.kvtransfer.transports.rehearsal import Rehearsal
 from shared.protocol.channel import ControlThread
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct
 from shared.protocol.transfer_messages import Handoff, Place, Ready
@@ -82,9 +81,7 @@ def over_fake_nccl(options: TransferOptions, nccl: FakeNccl, threads: DeviceThre
     assert options.slot_nbytes is not None
     factory = NcclLinkFactory(options, CPU, nccl.new_group, threads)
     place = Place(gpu=secrets.token_hex(4))
-    return Transports(
-        {"nccl": factory}, ThreadRunner(threads), place, options.slot_nbytes, rehearse=Rehearsal(CPU)
-    )
+    return Transports({"nccl": factory}, ThreadRunner(threads), place, options.slot_nbytes)
 
 
 def over_fake_cuda(
@@ -93,9 +90,7 @@ def over_fake_cuda(
     assert options.slot_nbytes is not None
     factory = CudaIpcLinkFactory(options, runtime, threads)
     place = Place(host_identity(), "GPU-0")
-    return Transports(
-        {"cuda-ipc": factory}, ThreadRunner(threads), place, options.slot_nbytes, rehearse=Rehearsal(CPU)
-    )
+    return Transports({"cuda-ipc": factory}, ThreadRunner(threads), place, options.slot_nbytes)
 
 
 def new_pool(num_pages: int, mover: PageMover | None = None) -> TokenToKVPool:

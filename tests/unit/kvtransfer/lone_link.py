@@ -13,7 +13,7 @@ from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.link import Link, LinkSpec, Rehearse
+from shared.kvtransfer.link import Link, LinkSpec
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.receive_worker import ReceiveWorker
 from shared.kvtransfer.send_worker import SendWorker
@@ -102,8 +102,7 @@ class Owner:
         raise AssertionError(reason)
 
 
-def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None, **own: Any) -> Any:
-    rehearse: Rehearse | None = own.get("rehearse")
+def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None) -> Any:
     owner = owner or Owner()
     runner = ThreadRunner(DeviceThreads())
     end = Endpoint(
@@ -111,21 +110,21 @@ def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None, **ow
         layout=KVLayout("f00d", "uint8", 1, 1, 1, 1),
         pages=pages or Pages(),
         outbox=owner,
-        transports=Transports({"nccl": factory}, runner, slot_nbytes=PAGE_NBYTES, rehearse=rehearse),
-        clock=own.get("clock", time.monotonic),
+        transports=Transports({"nccl": factory}, runner, slot_nbytes=PAGE_NBYTES),
+        clock=time.monotonic,
         options=TransferOptions(num_slots=2, build_timeout_s=PATIENCE_S),
         wake=lambda: None,
     )
     return kind(end, "p", LinkOpen("l", end.node, b"", "nccl"), owner)
 
 
-def send_worker(factory: Any, pages: Pages | None = None, **own: Any) -> SendWorker:
-    worker: SendWorker = _new(SendWorker, factory, pages, None, **own)
+def send_worker(factory: Any, pages: Pages | None = None) -> SendWorker:
+    worker: SendWorker = _new(SendWorker, factory, pages, None)
     return worker
 
 
-def receive_worker(factory: Any, owner: Owner | None = None, **own: Any) -> ReceiveWorker:
-    worker: ReceiveWorker = _new(ReceiveWorker, factory, None, owner, **own)
+def receive_worker(factory: Any, owner: Owner | None = None) -> ReceiveWorker:
+    worker: ReceiveWorker = _new(ReceiveWorker, factory, None, owner)
     return worker
 
 

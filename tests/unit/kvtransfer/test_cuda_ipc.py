@@ -161,11 +161,12 @@ def test_a_container_that_forbids_ipc_gives_way_to_shm() -> None:
         both.append((runtime, replace(ipc, factories=factories)))
     (p_runtime, p), (d_runtime, d) = both
     with closing(LinkPair(options, p_transports=p, d_transports=d)) as pair:
-        pair.until(pair.linked)
-        assert transports_of(pair.p) == transports_of(pair.d) == ["shm"]
+        pair.transfer(0, [1], [2])
+        pair.until_received(0)
+        pair.until(lambda: transports_of(pair.p) == transports_of(pair.d) == ["shm"])
         (report,) = pair.d.link_reports
         assert "cudaIpcOpenMemHandle" in report.passed_over["cuda-ipc"]
-        pair.moves_pages()
+        pair.moves_pages(1)
         assert len(p_runtime.registered) == len(d_runtime.registered) > 0, (
             "shm's slots are pinned at both ends"
         )

@@ -559,7 +559,7 @@ def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[st
 
 # ------------------------------------------------------------------------------------------ corruption
 def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
-    world.network.corrupt_payloads()
+    world.network.corrupt_payloads(after=1)
     open_both(world, seconds=0.5)
     assert "arrived corrupt" in failure(world).reason
     assert not failure(world).by_peer

@@ -20,8 +20,7 @@ from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, SendEnded
-from shared.protocol.messages import KVLayout, NodeRef, ReqKey
-from shared.protocol.outbox import Outbox
+from shared.protocol.messages import KVLayout, NodeRef, Outbox, ReqKey
 from shared.protocol.transfer_messages import Handoff, Ready
 from tests.fake_link import fake_transports
 from tests.fake_network import CorruptingPages, FakeNetwork, Faults

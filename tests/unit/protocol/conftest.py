@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.protocol.channel import ChannelLimits, ControlThread, Handlers
+from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import NodeToRouter, RouterToNode, Struct
 from shared.protocol.resolver import Resolver
 from shared.protocol.security import FleetKey
@@ -24,10 +24,10 @@ class Party:
         name: str,
         key: FleetKey | None,
         resolver: Resolver | None = None,
-        limits: ChannelLimits | None = None,
+        **limits: Any,
     ) -> None:
         self.name = name
-        self.control = ControlThread(key, resolver, limits)
+        self.control = ControlThread(key, resolver, **limits)
         self.heard: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.connected: queue.Queue[str] = queue.Queue()
         self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
@@ -118,7 +118,7 @@ def party() -> Iterator[MakeParty]:
     def make(
         name: str, key: FleetKey | None = None, resolver: Resolver | None = None, **limits: Any
     ) -> Party:
-        parties.append(Party(name, key, resolver, ChannelLimits(**limits)))
+        parties.append(Party(name, key, resolver, **limits))
         return parties[-1]
 
     yield make

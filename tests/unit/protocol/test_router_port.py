@@ -8,7 +8,6 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, Logprobs
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Answered,
@@ -40,7 +39,7 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from shared.protocol.router_port import MAX_REMEMBERED_ROUTERS, MAX_TOKENS_NBYTES, FromRouter, RouterPort
+from shared.protocol.router_port import MAX_REMEMBERED_ROUTERS, FromRouter, RouterPort
 
 HELLO = NodeHello(
     NodeRef("p0", "p0#1", "tcp://127.0.0.1:7100"),
@@ -340,30 +339,6 @@ def test_a_pong_never_runs_ahead_of_the_events(rig: Rig) -> None:
         ("one", MORE),
         ("one", Pong(3, rig.load, MORE.seq)),
     ]
-
-
-def test_tokens_with_many_logprobs_are_several_messages_in_order(rig: Rig) -> None:
-    largest = Logprobs(bytes(4 * MAX_INPUT_LOGPROBS))
-    for i in range(20):
-        rig.port.say_token(key(str(i)), 0, (5,), None, None, Logprobs(bytes(4)), largest if i % 4 else None)
-    rig.port.flush()
-    sent = [message for _, message in rig.outbox.take()]
-    entries = []
-    for message in sent:
-        assert isinstance(message, Tokens)
-        assert len(msgspec.msgpack.encode(message)) < MAX_TOKENS_NBYTES + 10_000
-        entries += message.entries
-    assert [entry.key.rid for entry in entries] == [str(i) for i in range(20)]
-    assert len(sent) == 3, "no more messages than needed"
-
-
-def test_an_entry_that_is_too_large_goes_alone(rig: Rig) -> None:
-    huge = Logprobs(bytes(MAX_TOKENS_NBYTES + 4))
-    for rid, known in (("a", None), ("b", huge), ("c", huge), ("d", None)):
-        rig.port.say_token(key(rid), 0, (5,), None, None, None, known)
-    rig.port.flush()
-    rids = [[e.key.rid for e in m.entries] for _, m in rig.outbox.take() if isinstance(m, Tokens)]
-    assert rids == [["a"], ["b"], ["c"], ["d"]]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.protocol.messages import AbortedReqs, AddedNode, Draining, Relay, RemovedNode, Role, Struct
-from shared.protocol.router_relay import MAX_ABORTS_A_SECOND, RouterRelay
+from shared.protocol.router_relay import RouterRelay
 
 ADDED = AddedNode(Role.DECODE, "tcp://d1:7200", "d1#1")
 
@@ -97,18 +97,6 @@ def test_a_process_that_stops_cannot_be_kept(rig: Rig) -> None:
     rig.take()
     rig.relay.greet("d", resume=True)
     assert rig.take() == [("d", Draining(60.0, stops=True))] and rig.relay.is_draining
-
-
-def test_aborts_are_bounded_for_each_router(rig: Rig) -> None:
-    for number in range(MAX_ABORTS_A_SECOND + 5):
-        rig.relay.relay("a", Relay("a", number, AbortedReqs("x")))
-    assert len(rig.take()) == 2 * MAX_ABORTS_A_SECOND
-    rig.relay.relay("a", Relay("a", 1000, ADDED))
-    rig.relay.relay("b", Relay("b", 1, AbortedReqs("x")))
-    assert len(rig.take()) == 4
-    rig.now += 1
-    rig.relay.relay("a", Relay("a", 1001, AbortedReqs("x")))
-    assert len(rig.take()) == 2
 
 
 def test_a_node_takes_another_role_when_each_router_has_let_it_go(rig: Rig) -> None:

@@ -30,6 +30,7 @@ def described() -> dict[str, list[list[Any]]]:
         for module in (messages, transfer_messages)
         for one in vars(module).values()
         if isinstance(one, type) and issubclass(one, msgspec.Struct) and one.__module__ == module.__name__
+        if one.__struct_config__.array_like  # objects may also lose fields that have a default
     ]
     return {
         one.__name__: [

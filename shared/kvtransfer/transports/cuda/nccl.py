@@ -209,7 +209,9 @@ class NcclLink:
     def recv(self, nbytes: int, seq: int) -> RingArrival:
         return receive_into(
             self._ring,
-            lambda slot: NcclReceive(self._start(self._group.recv, slot.payload(nbytes)), self._store, seq),
+            lambda slot: NcclReceive(
+                self._start(self._group.recv, slot.payload(nbytes)), self._store, seq, slot
+            ),
         )
 
     def abort(self) -> None:
@@ -283,20 +285,22 @@ class NcclOp:
 class NcclReceive:
     """A payload, and the header that comes over the control connection before or after it."""
 
-    def __init__(self, op: NcclOp, store: LinkStore, seq: int) -> None:
+    def __init__(self, op: NcclOp, store: LinkStore, seq: int, slot: Slot) -> None:
         self._op = op
         self._store = store
         self._seq = seq
-        self.header = b""
+        self._slot = slot
+        self._has_header = False
 
     def wait(self, *, block: bool) -> bool:
         if not self._op.wait(block=block):
             return False
-        if not self.header:
+        if not self._has_header:
             try:
-                self.header = self._store.take(_header_of(self._seq), self._op.timeout_s)
+                self._slot.header = self._store.take(_header_of(self._seq), self._op.timeout_s)
             except DistStoreError as error:
                 raise LinkError(str(error)) from None
+            self._has_header = True
         return True
 
 
