@@ -357,13 +357,13 @@ class Membership:
             hello = await link.hello(self._incarnation, self._timing.hello_s, resume=member.resume)
             try:
                 self._check(member, hello)
-            except Refusal:
+            except Refusal as refusal:
                 live = [node for node in self.all_live() if node.ref.incarnation == hello.node.incarnation]
                 for node in live:  # it answers this connection now, and not that one
                     node.link.lose(f"it was dialled as {member.address} too")
                 if not live:
                     # The node has greeted this router, so a change of its role would wait for it.
-                    link.send(Leaving("the router refuses this node"))
+                    link.send(Leaving(f"the router refuses this node: {refusal}"))
                 raise
             assert self._listeners is not None, "report_to comes before the first dial"
             dispatcher, changes = self._listeners

@@ -69,8 +69,8 @@ class RouterDesk:
                     self._announcer.tell_all(heard.router)
                 case CacheResync():
                     self._announcer.tell_all(heard.router)
-                case Leaving():
-                    log.event("router_left", router=heard.router)
+                case Leaving(reason):
+                    log.event("router_left", router=heard.router, reason=reason)
                     self._router_port.forget(heard.router)
                     yield self._lost(heard.router, "the router has left")
                 case _:
