@@ -10,6 +10,7 @@ from shared.config import CacheOptions, NodeConfig, ScheduleOptions
 from shared.engine.input_block import ForwardLimits
 from shared.engine.resolve import (
     dtype_name,
+    has_fp8,
     resolve_context_length,
     resolve_device,
     resolve_dtype,
@@ -46,8 +47,8 @@ class EngineShape:
     def of(cls, config: NodeConfig, model: ModelConfig, decodes: bool) -> EngineShape:
         """The sizes that follow from a node's options. Raises ConfigError."""
         device = resolve_device(config.model.device)
-        model = resolve_quantization(config.model, model)
         by_triton = device.type == "cuda" and config.model.attention_backend != "torch"
+        model = resolve_quantization(config.model, model, keeps_float=by_triton and has_fp8(device))
         multiple = 16 if by_triton else 4
         if config.cache.kv_cache_dtype == "int8" and model.head_dim % multiple:
             raise ConfigError(

@@ -47,8 +47,18 @@ def resolve_dtype(options: ModelOptions, model: ModelConfig, device: torch.devic
     return dtype
 
 
-def resolve_quantization(options: ModelOptions, model: ModelConfig) -> ModelConfig:
-    """The model, quantized as the flags say. Raises ConfigError where they do not fit its checkpoint."""
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU has FP8 (e4m3)."""
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def resolve_quantization(
+    options: ModelOptions, model: ModelConfig, *, keeps_float: bool = False
+) -> ModelConfig:
+    """The model, quantized as the flags say. Raises ConfigError where they do not fit its checkpoint.
+
+    With `keeps_float` weights of FP8 stay so, on a device that `has_fp8`.
+    """
     quantization = model.quantization
     if options.quantization is not None:
         if quantization is not None:
@@ -64,6 +74,8 @@ def resolve_quantization(options: ModelOptions, model: ModelConfig) -> ModelConf
             raise ConfigError(
                 f"--weight-only-quantization: for weights of 4 or 8 bits without activations of 8, the model is {of}"
             )
+    if keeps_float and quantization is not None:
+        quantization = quantization.kept_float()
     if options.load_format == "dummy" and quantization is not None and options.quantization is None:
         quantization = of_dummy_weights(quantization, is_tied=model.tie_word_embeddings)
     return replace(model, quantization=quantization)

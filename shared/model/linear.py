@@ -69,6 +69,8 @@ class QuantizedLinear:
     bias_N: torch.Tensor | None = None
     is_weight_only: bool = False
     """Whether x stays in 16 bits."""
+    is_float: bool = False
+    """Whether codes are numbers of FP8 (e4m3), which have no zeros. Such a layer `is_weight_only`. On GPUs."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -109,6 +111,9 @@ class QuantizedLinear:
 
     def dequantized(self) -> torch.Tensor:
         """Return W, [N, K], in float32."""
+        if self.is_float:
+            numbers_NGK = in_groups(self.codes_NK.view(torch.float8_e4m3fn).float(), self.group_size)
+            return (numbers_NGK * self.scales_NG[..., None]).flatten(1)
         groups_NGK = in_groups(self.unpacked().codes_NK.float(), self.group_size)
         zeros = float(1 << (self.bits - 1)) if self.zeros_NG is None else self.zeros_NG[..., None]
         weight_NK: torch.Tensor = ((groups_NGK - zeros) * self.scales_NG[..., None]).flatten(1)

@@ -63,6 +63,8 @@ class Scheme:
     """Of FP8: outputs and inputs that share a scale; None for all inputs, and for all of both."""
     is_weight_only: bool = False
     """Whether activations stay in 16 bits (`--weight-only-quantization`)."""
+    keeps_float: bool = False
+    """Whether FP8 stays what it is: on GPUs that have it. Else it is decoded while it is loaded."""
 
     @property
     def has_codes(self) -> bool:
@@ -96,6 +98,14 @@ class Quantization:
             return replace(
                 scheme, is_weight_only=scheme.has_codes and scheme.layout is not Layout.INT_QUANTIZED
             )
+
+        return replace(self, schemes=tuple((targets, of(scheme)) for targets, scheme in self.schemes))
+
+    def kept_float(self) -> Quantization:
+        """The same, where FP8 stays what it is."""
+
+        def of(scheme: Scheme) -> Scheme:
+            return replace(scheme, keeps_float=not scheme.has_codes)
 
         return replace(self, schemes=tuple((targets, of(scheme)) for targets, scheme in self.schemes))
 

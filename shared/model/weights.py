@@ -290,7 +290,7 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
         linears.append(({"lm_head": c.vocab_size}, c.hidden_size, False))
     for rows, width, _ in linears:
         scheme, n = _scheme_of(c, rows), sum(rows.values())
-        if scheme is None or not scheme.has_codes:
+        if scheme is None or not (scheme.has_codes or scheme.keeps_float):
             nbytes += n * width * dtype.itemsize
         else:
             nbytes += n * width * scheme.bits // 8

@@ -87,6 +87,7 @@ def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile |
         linear.bias_N,
         bits=linear.bits,
         is_weight_only=linear.is_weight_only,
+        is_float=linear.is_float,
         tile=tile,
     )
 

@@ -145,6 +145,7 @@ def weight_only_kernel(
     BITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
 ):
     """One program a tile, as in `quantized_linear_kernel`."""
     num_m = tl.cdiv(M, BM)
@@ -171,7 +172,10 @@ def weight_only_kernel(
                 codes = tl.interleave(pairs & 15, pairs >> 4)
             else:
                 codes = tl.load(weight_at + first, mask=has_n[:, None], other=0)
-            numbers = (codes.to(tl.int16) - zero[:, None]).to(tl.float32).to(x.dtype.element_ty)
+            if IS_FLOAT:
+                numbers = codes.to(tl.float8e4nv, bitcast=True).to(x.dtype.element_ty)
+            else:
+                numbers = (codes.to(tl.int16) - zero[:, None]).to(tl.float32).to(x.dtype.element_ty)
             sums = tl.dot(x_part, tl.trans(numbers), sums, input_precision="ieee")
         scale = tl.load(scales + n * num_groups + group, mask=has_n, other=0.0)
         total += sums * scale[None, :]
@@ -222,12 +226,13 @@ def quantized_linear(
     *,
     bits: int,
     is_weight_only: bool,
+    is_float: bool,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return x W^T + bias, [M, N], in the type of x, by a `tile` that is chosen by M.
 
     `weight` is uint8: [N, K] of 8 bits, or [N, K / 2] of 4, the even input in the lower half. Groups are multiples of
-    LEAST_K. Column k of the weight is input order_K[k].
+    LEAST_K. Column k of the weight is input order_K[k]. If `is_float`, its bytes are FP8 (e4m3).
     """
     (M, K), (N, num_groups) = x_MK.shape, scales_NG.shape
     group_size = K // num_groups
@@ -249,7 +254,9 @@ def quantized_linear(
     grid = (triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n),)
     if is_weight_only:
         in_order_MK = x_MK if order_K is None else x_MK[:, order_K]
-        weight_only_kernel[grid](in_order_MK.contiguous(), *of_layer, **constants, **options)
+        weight_only_kernel[grid](
+            in_order_MK.contiguous(), *of_layer, **constants, IS_FLOAT=is_float, **options
+        )
     else:
         codes = row_codes(x_MK.contiguous(), order_K, group_size)
         quantized_linear_kernel[grid](*codes, *of_layer, **constants, **options)

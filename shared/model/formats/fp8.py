@@ -1,7 +1,8 @@
 """FP8 (e4m3) weights [N, K] with a scale for the tensor, for each channel or for each block of 128 x 128.
 
 They are decoded into the type of the activations. A CPU has no products of FP8, and codes of 8 bits would lose the
-small values of a block. What bf16 rounds off is a thirtieth of what FP8 has rounded.
+small values of a block. What bf16 rounds off is a thirtieth of what FP8 has rounded. GPUs that have the type keep it,
+where blocks divide the inputs, and decode it in registers.
 
 Sources: compressed-tensors 0.20 (float-quantized), and the finegrained FP8 of transformers, whose scales are named
 weight_scale_inv though they are multiplied as well.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from shared.model.formats.common import Format, LinearSpec
-from shared.model.linear import DenseLinear
+from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.quantization import Layout
 from shared.model.weight_source import TensorSpec, WeightSource
 
@@ -37,7 +38,27 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     }
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
+def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> Linear:
+    _, columns = layer.scheme.block or (layer.n, None)
+    if layer.scheme.keeps_float and layer.k % (columns or layer.k) == 0:
+        return _kept(source, layer)
+    return _decoded(source, layer, dtype)
+
+
+def _kept(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+    scale = source.read(_scale_name(layer)).float()
+    rows, _ = layer.scheme.block or (layer.n, None)
+    return QuantizedLinear(
+        codes_NK=source.read(f"{layer.name}.weight").view(torch.uint8),
+        bits=8,
+        scales_NG=scale.view(len(scale), -1).repeat_interleave(rows, 0)[: layer.n],
+        zeros_NG=None,
+        is_weight_only=True,
+        is_float=True,
+    )
+
+
+def _decoded(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
     """Piece by piece: float32 values of a whole layer would take four times its bytes."""
     scale = source.read(_scale_name(layer)).float()
     weight_NK = torch.empty(layer.n, layer.k, dtype=dtype)

@@ -164,7 +164,13 @@ def linear_configuration(
 
 
 def quantized_linear_configuration(
-    tile: quantized_linear.Tile, bits: int, group_size: int, *, is_symmetric: bool, is_weight_only: bool
+    tile: quantized_linear.Tile,
+    bits: int,
+    group_size: int,
+    *,
+    is_symmetric: bool = True,
+    is_weight_only: bool = False,
+    is_float: bool = False,
 ) -> Configuration:
     """`quantized_linear_kernel`, or `weight_only_kernel`, in bf16."""
     left_out = ([] if not is_symmetric else ["zeros"]) + ["bias"]
@@ -172,8 +178,9 @@ def quantized_linear_configuration(
     rows = pointers("i8", "x") | pointers("fp32", "x_scales") | pointers("i32", "x_sums")
     if is_weight_only:
         kernel, name, rows = quantized_linear.weight_only_kernel, "weight-only", pointers("bf16", "x")
+    codes = f"{'fp' if is_float else 'int'}{bits}"
     return Configuration(
-        name=f"{name}-{tile.m}x{tile.n}-int{bits}-g{group_size}{'' if is_symmetric else '-zeros'}",
+        name=f"{name}-{tile.m}x{tile.n}-{codes}-g{group_size}{'' if is_symmetric else '-zeros'}",
         kernel=kernel,
         types=rows
         | pointers("u8", "weight", *[] if is_symmetric else ["zeros"])
@@ -183,7 +190,9 @@ def quantized_linear_configuration(
         divisible=("N", "K"),
         constants={"BM": tile.m, "BN": tile.n, "BK": min(group_size, quantized_linear.MOST_K[bits])}
         | {"GROUP_K": group_size, "BITS": bits, "HAS_ZEROS": not is_symmetric, "HAS_BIAS": False}
+        | ({"IS_FLOAT": is_float} if is_weight_only else {})
         | dict.fromkeys(left_out),
+        archs=[arch for arch in SHARED_NBYTES if arch > 80 or not is_float],
         options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
         has_products=True,
         min_wide_loads=int(group_size > 32),
@@ -350,6 +359,11 @@ CONFIGURATIONS = [
         for of in ((8, 4096), (4, 128), (4, 32))
         for is_symmetric in (True, False)
         for is_weight_only in (False, True)
+    ),
+    *(
+        quantized_linear_configuration(tile, 8, group_size, is_weight_only=True, is_float=True)
+        for tile in (quantized_linear.FEW, quantized_linear.MANY)
+        for group_size in (4096, 128)
     ),
     row_codes_configuration(4096, has_order=False),
     row_codes_configuration(128, has_order=False),

@@ -115,9 +115,11 @@ def launch_all() -> None:
             for params in (GREEDY, EVERYTHING):
                 rig.run(extends, decodes, params, with_grammars=params is EVERYTHING)
     for num_rows, layer in pairs_of((1, 300), quantized_layers()):
+        x = torch.empty(num_rows, 4096, dtype=torch.bfloat16, device=META)
         for is_weight_only in (False, True):
-            x = torch.empty(num_rows, 4096, dtype=torch.bfloat16, device=META)
             multiply_quantized(x, replace(layer, is_weight_only=is_weight_only))
+        if layer.bits == 8:
+            multiply_quantized(x, replace(layer, is_weight_only=True, is_float=True))
     pages = torch.empty(4, 4, 2 * 8 * 16 * 128, dtype=torch.uint8, device=META)
     for num_ids in (1, 16):
         slot = torch.empty(4, num_ids, pages.shape[2], dtype=torch.uint8, device=META)

@@ -56,6 +56,18 @@ def test_the_product_of_weights_alone(bits: int, group: int, extras: bool, tile:
     torch.testing.assert_close(rounded, linear.multiply(x.half()), rtol=2**-9, atol=1e-3)
 
 
+@pytest.mark.parametrize("group", [32, 192])
+def test_the_product_of_fp8(group: int) -> None:
+    """All numbers of the type but NaN, subnormal ones too."""
+    dense = layer(70, 192, 8, group, extras=False)
+    codes = torch.where(dense.codes_NK & 127 == 127, 0, dense.codes_NK)
+    linear = replace(dense, codes_NK=codes, is_weight_only=True, is_float=True)
+    x = torch.randn(19, 192, generator=torch.Generator(device()).manual_seed(1))
+    expected = x @ linear.dequantized().T
+    torch.testing.assert_close(multiply_quantized(x, linear), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(linear.multiply(x), expected)
+
+
 @pytest.mark.parametrize("has_order", [False, True], ids=["in order", "in another"])
 def test_codes_of_rows_are_those_of_the_definition(has_order: bool) -> None:
     linear = layer(8, 96, 8, 32, extras=True)

@@ -78,6 +78,24 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
     assert isinstance(load(folders[name]).lm_head, DenseLinear)
 
 
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block"])
+def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, Path], name: str) -> None:
+    config = load_model_config(folders[name])
+    assert config.quantization is not None
+    kept = replace(config, quantization=config.quantization.kept_float())
+    weights = load_weights(Checkpoint(folders[name]), kept, dtype=torch.bfloat16, device=CPU)
+    assert weights_nbytes(kept, torch.bfloat16) < weights_nbytes(config, torch.bfloat16)
+    stands_for = load_file(folders[name] / "dense" / "model.safetensors")
+    for i, layer in enumerate(weights.layers):
+        for part, linear in (("self_attn.o_proj", layer.o_proj), ("mlp.down_proj", layer.down_proj)):
+            wanted = stands_for[f"model.layers.{i}.{part}.weight"]
+            if name == "fp8-block" and wanted.shape[1] % 48:
+                assert isinstance(linear, DenseLinear)
+                continue
+            assert isinstance(linear, QuantizedLinear) and linear.is_float
+            torch.testing.assert_close(linear.dequantized(), wanted.float(), rtol=1e-6, atol=0)
+
+
 def test_the_bytes_of_weights_are_those_of_their_codes(folders: dict[str, Path]) -> None:
     dense = load_model_config(folders["w8a8"] / "dense")
     table = 512 * 64
