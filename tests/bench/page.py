@@ -39,7 +39,15 @@ ENGINES = {
     "baton-1P1D": "Baton, 1P1D",
     "vllm": "vLLM",
     "openvino": "OpenVINO",
+    "llamacpp": "llama.cpp",
+    "llamacpp-k": "llama.cpp, Q4_K_M",
 }
+WEIGHTS = {
+    "peers_qwen3_0_6b": "in bf16",
+    "peers_qwen3_0_6b_int8": "with weights of 8 bits (W8A8; OpenVINO INT8, llama.cpp Q8_0)",
+    "peers_qwen3_0_6b_int4": "with weights of 4 bits in groups of 128 (W4A16; OpenVINO INT4, llama.cpp Q4_0)",
+}
+"""The results that the README's tables show."""
 COLUMNS = {
     "decode": "model cores kernels batch context step_ms tokens_s bound_by ratio ratio_read",
     "prefill": "model cores kernels cached length prefill_ms tokens_s gemm_gflop_s ratio ratio_all",
@@ -63,7 +71,7 @@ COLUMNS = {
     ),
     "cold_start": "command phase seconds",
     "peers_llama_160m": PEERS,
-    "peers_qwen3_0_6b": PEERS,
+    **dict.fromkeys(WEIGHTS, PEERS),
 }
 """What the page's tables show of the rows; the JSON files have the rest."""
 
@@ -99,7 +107,7 @@ def _generated(name: str, results: Results) -> str:
         case "targets":
             return targets_table(results)
         case "speed":
-            return _speed(results["peers_qwen3_0_6b"], results["interference"])
+            return _speed(results)
         case "machine":
             return _machine(results)
     if name not in results:
@@ -143,31 +151,34 @@ def _planner(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _speed(peers: Mapping[str, Any], interference: Mapping[str, Any]) -> str:
+def _speed(results: Results) -> str:
     """Seconds of each workload, and how many times as fast that is as the best other engine of the same rounds."""
-    about = peers["machine"]
+    about = results["peers_qwen3_0_6b"]["machine"]
+    machine = f"{about['cores']} cores of {about['cpu']} ({', '.join(about['cpu_flags'][1:])})"
+    itl = {row["fleet"]: f"{row['itl_p99_ms']:g} ms" for row in results["interference"]["rows"]}
+    beside = "Llama-160M: p99 between tokens of 8 streams, beside prompts of 2048 tokens"
+    lines = [f"On {machine}, Qwen3-0.6B's shape:"]
+    for name, what in WEIGHTS.items():
+        if name not in results:
+            continue
+        table = _speed_table(results[name])
+        if name == "peers_qwen3_0_6b":
+            table.append([beside, itl["0P1D"], itl["1P1D"], *["–"] * (len(table[0]) - 3)])
+        lines += ["", f"{what[0].upper()}{what[1:]}:", "", *(f"| {' | '.join(row)} |" for row in table)]
+    return "\n".join(lines)
+
+
+def _speed_table(peers: Mapping[str, Any]) -> list[list[str]]:
     by_cell = {(row["workload"], row["engine"]): row for row in peers["rows"] if "seconds" in row}
+    engines = [engine for engine in ENGINES if any(engine == measured for _, measured in by_cell)]
 
     def cell(workload: str, engine: str) -> str:
         row = by_cell[workload, engine]
         ratio = f" ({row['against_best']:g}x)" if engine.startswith("baton") else ""
         return f"{row['seconds']:g} s{ratio}"
 
-    itl = {row["fleet"]: f"{row['itl_p99_ms']:g} ms" for row in interference["rows"]}
-    unmeasured = ["–"] * (len(ENGINES) - 2)
-    table = [
-        ["", *ENGINES.values()],
-        ["---"] * (1 + len(ENGINES)),
-        *([what, *(cell(workload, engine) for engine in ENGINES)] for workload, what in WORKLOADS.items()),
-        [
-            "Llama-160M: p99 between tokens of 8 streams, beside prompts of 2048 tokens",
-            itl["0P1D"],
-            itl["1P1D"],
-            *unmeasured,
-        ],
-    ]
-    machine = f"{about['cores']} cores of {about['cpu']} ({', '.join(about['cpu_flags'][1:])})"
-    return "\n".join([f"On {machine}, in bf16:", "", *(f"| {' | '.join(row)} |" for row in table)])
+    head = [["", *(ENGINES[engine] for engine in engines)], ["---"] * (1 + len(engines))]
+    return head + [[what, *(cell(name, engine) for engine in engines)] for name, what in WORKLOADS.items()]
 
 
 def _machine(results: Results) -> str:

@@ -80,7 +80,7 @@ class LinearSpec:
         return QuantizedLinear(
             codes_NK=codes_NK if order_K is None else columns(codes_NK, order_K),
             bits=self.scheme.bits,
-            scales_NG=scales_NG.float(),
+            scales_NG=finite(self.name, scales_NG.float()),
             zeros_NG=zeros_NG,
             order_K=order_K,
             is_weight_only=self.scheme.is_weight_only,
@@ -95,6 +95,13 @@ class Format:
     """The tensors of a layer by their full names."""
     read: Callable[[WeightSource, LinearSpec, torch.dtype], Linear]
     """Read a layer for activations of this type, without its bias. The tensors were checked."""
+
+
+def finite(layer: str, scales: torch.Tensor) -> torch.Tensor:
+    """The scales of a layer. Raises ModelError where one is NaN or infinite: every token of it would be lost."""
+    if not bool(scales.isfinite().all()):
+        raise ModelError(f"{layer}: a scale is not finite")
+    return scales
 
 
 def columns(codes_RC: torch.Tensor, order_C: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.model.formats.common import Format, LinearSpec
+from shared.model.formats.common import Format, LinearSpec, finite
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.quantization import Layout
 from shared.model.weight_source import TensorSpec, WeightSource
@@ -46,7 +46,7 @@ def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> Linear
 
 
 def _kept(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
-    scale = source.read(_scale_name(layer)).float()
+    scale = finite(layer.name, source.read(_scale_name(layer)).float())
     rows, _ = layer.scheme.block or (layer.n, None)
     return QuantizedLinear(
         codes_NK=source.read(f"{layer.name}.weight").view(torch.uint8),
@@ -60,7 +60,7 @@ def _kept(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
 
 def _decoded(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
     """Piece by piece: float32 values of a whole layer would take four times its bytes."""
-    scale = source.read(_scale_name(layer)).float()
+    scale = finite(layer.name, source.read(_scale_name(layer)).float())
     weight_NK = torch.empty(layer.n, layer.k, dtype=dtype)
     for first_row, rows_RK in source.pieces(f"{layer.name}.weight"):
         of_rows = torch.arange(first_row, first_row + len(rows_RK))
