@@ -61,7 +61,8 @@ def attention_options(capability: int, constants: dict[str, int], dtype: torch.d
     room for two programs with 2 stages, that of sm_120 for one.
     """
     fits = capability <= 90 and constants["HEAD_DIM"] == constants["BLOCK_D"] and dtype.itemsize == 2
-    fits = fits and not constants["HAS_CODES"]  # which need registers as numbers too
+    if constants["HAS_CODES"]:  # which need registers as numbers too
+        fits = capability == 100 and constants["HEAD_DIM"] <= 128
     num_stages = 3 if dtype.itemsize == 2 and capability in (90, 100) else 2
     return {"num_warps": 4 if fits else 8, "num_stages": num_stages, "enable_fp_fusion": False}
 
