@@ -68,9 +68,9 @@ def compare(
                         del contenders[name]
         for workload in workloads:
             rounds = {name: contender.rounds[workload] for name, contender in contenders.items()}
-            yield from workload_rows(model, shape, workload, rounds)
+            yield from workload_rows(model, shape, weights, workload, rounds)
         for c in contenders.values():
-            yield engine_row(model, shape, c.engine, c.load_s, c.loaded, KV_TOKENS)
+            yield engine_row(model, shape, weights, c.engine, c.load_s, c.loaded, KV_TOKENS)
 
 
 def _load(stack: ExitStack, name: str, shape: str, weights: str, folder: Path) -> Contender:
