@@ -95,7 +95,7 @@ def test_progress_rises_to_one(model_folder: ModelFolder, options: dict[str, str
 
 
 def test_linear_layers_come_one_at_a_time_and_are_the_callers(model_folder: ModelFolder) -> None:
-    """Whoever repacks the weights holds one linear layer of them."""
+    """A caller that repacks the weights holds one linear layer of them."""
     folder, options = model_folder("qwen3"), {"dtype": torch.float32, "device": torch.device("cpu")}
     whole, seen = load(folder), list[weakref.ref[torch.Tensor]]()
 
