@@ -58,10 +58,12 @@ def test_a_node_that_comes_back_at_another_address(
         try:
             vanishes.start()
             until(lambda: set(router.loads()) == {"p0", "d"}, "they have joined")
+            network.throttle("d0", "128kbit", burst="4kb")  # so that the stream cannot end before the cut
             prompt = random_prompt(40, seed=3)
             call = router.generate(prompt, 400, stream=True)
             call.wait_tokens(5)
             network.cut_off("d0")
+            assert len(call.token_ids) < 400
             until(lambda: set(router.loads()) == {"p0"}, "it is missed")
             comes_back.start()
             assert call.tokens() == reference_greedy(tiny_model, prompt, 400)
@@ -71,6 +73,7 @@ def test_a_node_that_comes_back_at_another_address(
             assert comes_back.stop() == 0
         finally:
             network.heal()
+            network.throttle("d0", "10gbit")
             vanishes.close()
             comes_back.close()
 

@@ -97,9 +97,9 @@ class Namespaces:
         for name in names:
             _ip("link", "set", f"{self._bridge}{name}", "type", "bridge_slave", "isolated", "on")
 
-    def throttle(self, name: str, rate: str) -> None:
-        """What a node sends leaves at this rate, as `tc` names it (`80mbit`)."""
-        limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "500ms")
+    def throttle(self, name: str, rate: str, burst: str = "64kb") -> None:
+        """What a node sends leaves at this rate after a burst, as `tc` names them (`80mbit`, `4kb`)."""
+        limit = ("root", "tbf", "rate", rate, "burst", burst, "latency", "500ms")
         _run("tc", "-n", self.name_of(name), "qdisc", "replace", "dev", "eth0", *limit)
 
     @contextlib.contextmanager
