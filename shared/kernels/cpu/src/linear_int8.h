@@ -118,13 +118,13 @@ void sum_rows(int64_t rows, const Codes& x, int64_t row, const Panel& panel, int
 
 // Calls finish(row, y) for rows [begin, end) of x times the panel. `next` is the panel after it.
 //
-// As with bf16, each of several steps prefetches its share of the next panel, and a single step prefetches nothing.
+// As with bf16, each of several steps prefetches its share of the next panel, and a single step its own one.
 template <int Bits, class Finish>
 void rows_times_panel(const Codes& x, int64_t begin, int64_t end, const Panel& panel, const uint8_t* next, Finish&& finish) {
   alignas(64) float y[kMaxRows * kPanel];
   const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows, units = x.k * Bits / 32;
-  const auto fetched_before = [&](int64_t step) { return steps == 1 ? 0 : (kUnitLines * step + steps - 1) / steps; };
-  const char* ahead = reinterpret_cast<const char*>(next);
+  const auto fetched_before = [&](int64_t step) { return (kUnitLines * step + steps - 1) / steps; };
+  const char* ahead = reinterpret_cast<const char*>(steps == 1 ? panel.codes + kAhead : next);
   for (int64_t step = 0, row = begin; step < steps; step++) {
     const int64_t rows = (end - row + steps - step - 1) / (steps - step);
     const int64_t fetched = fetched_before(step + 1) - fetched_before(step);

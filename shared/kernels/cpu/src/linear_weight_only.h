@@ -125,8 +125,10 @@ void sum_few(const Part& part, const bf16* x, int64_t stride, float* y) {
   }
   for (int64_t unit = 0; unit < part.size / kCodes; unit++)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
-      each_pair<Bits>(_mm512_loadu_si512(part.codes + unit * 4 * kPanel + 64 * j), zero[j], [&](int i, __m512i w) {
+    for (int j = 0; j < 4; j++) {
+      const uint8_t* const codes = part.codes + unit * 4 * kPanel + 64 * j;
+      _mm_prefetch(codes + kAhead, _MM_HINT_T1);
+      each_pair<Bits>(_mm512_loadu_si512(codes), zero[j], [&](int i, __m512i w) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           int32_t both;
@@ -134,6 +136,7 @@ void sum_few(const Part& part, const bf16* x, int64_t stride, float* y) {
           sums[r][j] = dot_pairs(sums[r][j], _mm512_set1_epi32(both), w);
         }
       });
+    }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
