@@ -256,9 +256,7 @@ def _threshold(
         left = mass + (top_k - count) * _mass(at)  # of exactly top_k tokens, with ties too
     if top_p < 1.0:
         least = _least_mass(top_p, left)
-        at, _, _ = _cut(
-            logits, V, top, temperature, few, num_few, counts, masses, least, True, BLOCK, FEW
-        )
+        at, _, _ = _cut(logits, V, top, temperature, few, num_few, counts, masses, least, True, BLOCK, FEW)
         lowest = tl.maximum(lowest, at)
     return lowest
 
@@ -295,7 +293,9 @@ def draw_kernel(
             top_p = tl.load(top_ps + row)
             min_p = tl.load(min_ps + row)
             uniform = tl.load(uniforms + row)
-            count_of = tl.sum(_load_table(counts + row * num_blocks * OCTAVES, num_blocks, NUM_BLOCKS), axis=0)
+            count_of = tl.sum(
+                _load_table(counts + row * num_blocks * OCTAVES, num_blocks, NUM_BLOCKS), axis=0
+            )
             masses += row * num_blocks * OCTAVES
             mass_of = tl.sum(_load_table(masses, num_blocks, NUM_BLOCKS), axis=0)
             octave = _first_candidate(count_of, mass_of, V, top_k, top_p, min_p)
@@ -368,9 +368,7 @@ def sample(
         few_SF = logits_SV.new_empty((num_rows, few))
         few_ids_SF = torch.empty_like(few_SF, dtype=torch.int32)
         table = tops_SB, counts_SBO, masses_SBO
-        octaves_kernel[grid](
-            logits_SV, params.temperatures_S, *table, vocab_size, **constants, **OPTIONS
-        )
+        octaves_kernel[grid](logits_SV, params.temperatures_S, *table, vocab_size, **constants, **OPTIONS)
         candidates_kernel[grid](
             logits_SV, *params[:4], *table, few_SF, few_ids_SF, vocab_size, FEW=few, **constants, **OPTIONS
         )

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "linear_amx.h"
-#include "linear_avx512.h"
+#include "linear_vectors.h"
 #include "linear_epilogue.h"
 #include "linear_int8.h"
 #include "linear_int8_amx.h"
@@ -48,7 +48,7 @@ void multiply_values(Team& team, const bf16* x, int64_t m, const PackedLinear& w
 #ifdef BATON_HAS_AMX
     if (amx::usable(w.k)) return amx::rows_times_panel(x, begin, end, w.k, weights, finish);
 #endif
-    avx512::rows_times_panel(x, begin, end, w.k, weights, panels + next * kPanel * w.k, finish);
+    vectors::rows_times_panel(x, begin, end, w.k, weights, panels + next * kPanel * w.k, finish);
   });
 }
 
