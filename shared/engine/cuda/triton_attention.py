@@ -63,5 +63,5 @@ class TritonAttention:
         )
 
     def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> TritonAttentionPlan:
-        """Everything is in the block. Whether tiles are cut is known here too, except for a graph's later forwards."""
+        """Everything is in the block. A captured plan cannot know whether later forwards cut tiles."""
         return TritonAttentionPlan(self.kernels, batch.words, work is None or has_merges(work))
