@@ -1,4 +1,4 @@
-"""The dense decoder family: Llama, Mistral, Qwen2 and Qwen3.
+"""The decoder in Python: the layers that a `ModelConfig` describes, one after another.
 
 A forward works on one flat token axis: the tokens of all Reqs of a batch, concatenated, with their positions. Only
 the `Ops` of a forward know which token belongs to which Req, where K and V are kept and how attention runs.
@@ -18,7 +18,7 @@ from shared.model.layers import rotary_frequencies
 from shared.model.linear import Linear
 from shared.model.ops import Ops, Rotary
 from shared.model.weight_source import WeightSource
-from shared.model.weights import DecoderWeights, LayerWeights, load_weights
+from shared.model.weights import AttentionWeights, DecoderWeights, MlpWeights, load_weights
 
 
 class Decoder:
@@ -60,10 +60,10 @@ class Decoder:
         x_TD, residual_TD = ops.embed(input_ids_T, self.weights.embed_VD), None
         rotary = ops.rotary(positions_T, self.rotary_frequencies, x_TD.dtype)
         for i, layer in enumerate(self.weights.layers):
-            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.input_norm_D, eps)
-            x_TD = self._attention(i, layer, normed_TD, rotary, ops)
-            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.post_attention_norm_D, eps)
-            x_TD = _mlp(layer, normed_TD, ops)
+            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.attention_norm_D, eps)
+            x_TD = self._attention(i, layer.attention, normed_TD, rotary, ops)
+            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.mlp_norm_D, eps)
+            x_TD = _mlp(layer.mlp, normed_TD, ops)
         assert residual_TD is not None, "the model has no layers"
         return torch.add(residual_TD, x_TD, out=out_TD)
 
@@ -74,15 +74,15 @@ class Decoder:
         return logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
 
     def _attention(
-        self, i: int, layer: LayerWeights[Linear], x_TD: torch.Tensor, rotary: Rotary, ops: Ops
+        self, i: int, weights: AttentionWeights[Linear], x_TD: torch.Tensor, rotary: Rotary, ops: Ops
     ) -> torch.Tensor:
         c = self.config
-        qkv_TQ = ops.linear(x_TD, layer.qkv_proj)
+        qkv_TQ = ops.linear(x_TD, weights.qkv_proj)
         qkv_TND = qkv_TQ.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, layer.qk_norm_ND, c.rms_norm_eps, rotary)
-        return ops.linear(ops.attend(i, q_THD).flatten(1), layer.o_proj)
+        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, weights.qk_norm_ND, c.rms_norm_eps, rotary)
+        return ops.linear(ops.attend(i, q_THD).flatten(1), weights.o_proj)
 
 
-def _mlp(layer: LayerWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
-    gate_up_TG = ops.linear(x_TD, layer.gate_up_proj)
-    return ops.linear(ops.silu_mul(gate_up_TG), layer.down_proj)
+def _mlp(weights: MlpWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+    gate_up_TG = ops.linear(x_TD, weights.gate_up_proj)
+    return ops.linear(ops.silu_mul(gate_up_TG), weights.down_proj)

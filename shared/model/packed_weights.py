@@ -45,18 +45,13 @@ def native_obstacle(config: ModelConfig) -> str | None:
     group = config.num_heads // config.num_kv_heads
     if group > MAX_GROUP:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
-        return f"hidden_size {config.hidden_size} or intermediate_size {config.intermediate_size} is odd"
+    if odd := [width for width in config.widths if width % 2]:
+        return f"a layer has {odd[0]} inputs, which is odd"
     for _, scheme in config.quantization.schemes if config.quantization is not None else ():
         if not scheme.has_codes:
             continue
         codes = 32 // scheme.bits  # of a unit
-        for k in (
-            scheme.group_size or codes,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads * config.head_dim,
-        ):
+        for k in (scheme.group_size or codes, *sorted(config.widths)):
             if k % codes or k > MAX_GROUP_K:
                 return f"a group or a layer of {k} inputs is no multiple of {codes} up to {MAX_GROUP_K}"
     return None
@@ -95,7 +90,6 @@ def load_packed_weights(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         rotary_frequencies=packer.floats(rotary_frequencies(config, cpu)),
         embed=embed_VD.data_ptr(),
@@ -117,13 +111,13 @@ class Packer:
     def layer(self, layer: LayerWeights[LinearDesc]) -> LayerDesc:
         """The layer of packed linear layers."""
         return LayerDesc(
-            input_norm=self.floats(layer.input_norm_D),
-            post_attention_norm=self.floats(layer.post_attention_norm_D),
-            qk_norm=self.floats(layer.qk_norm_ND),
-            qkv=layer.qkv_proj,
-            o=layer.o_proj,
-            gate_up=layer.gate_up_proj,
-            down=layer.down_proj,
+            attention_norm=self.floats(layer.attention_norm_D),
+            mlp_norm=self.floats(layer.mlp_norm_D),
+            qk_norm=self.floats(layer.attention.qk_norm_ND),
+            qkv=layer.attention.qkv_proj,
+            o=layer.attention.o_proj,
+            gate_up=layer.mlp.gate_up_proj,
+            down=layer.mlp.down_proj,
         )
 
     def linear(self, linear: Linear, is_gate_up: bool = False) -> LinearDesc:

@@ -47,8 +47,8 @@ class LayerDesc(ctypes.Structure):
     """A layer. Norms are float32. `qk_norm` is null where the model has none."""
 
     _fields_ = (
-        ("input_norm", _Pointer),
-        ("post_attention_norm", _Pointer),
+        ("attention_norm", _Pointer),
+        ("mlp_norm", _Pointer),
         ("qk_norm", _Pointer),
         ("qkv", LinearDesc),
         ("o", LinearDesc),
@@ -67,7 +67,6 @@ class DecoderDesc(ctypes.Structure):
         ("num_heads", _Int),
         ("num_kv_heads", _Int),
         ("head_dim", _Int),
-        ("intermediate_size", _Int),
         ("rms_norm_eps", ctypes.c_float),
         ("rotary_frequencies", _Pointer),
         ("embed", _Pointer),

@@ -10,6 +10,7 @@ import pytest
 
 from shared.errors import ModelError
 from shared.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, load_model_config
+from shared.model.layer_records import Attention, DenseMlp, Layer, Projection
 from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID
 from tests.patience import PATIENCE_S
 from tests.unit.model.conftest import ModelFolder
@@ -37,6 +38,23 @@ QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
+def llama_layer(name: str) -> Layer:
+    q, kv = f"{name}.self_attn.q_proj", {f"{name}.self_attn.{each}_proj": 32 for each in "kv"}
+    return Layer(
+        attention_norm=f"{name}.input_layernorm.weight",
+        attention=Attention(
+            qkv=Projection({q: 64} | kv, 64),
+            qk_norms=None,
+            o=Projection({f"{name}.self_attn.o_proj": 64}, 64),
+        ),
+        mlp_norm=f"{name}.post_attention_layernorm.weight",
+        mlp=DenseMlp(
+            gate_up=Projection({f"{name}.mlp.gate_proj": 128, f"{name}.mlp.up_proj": 128}, 64),
+            down=Projection({f"{name}.mlp.down_proj": 64}, 128),
+        ),
+    )
+
+
 def load(folder: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(fields))
     if generation is not None:
@@ -50,20 +68,15 @@ def test_a_plain_llama(tmp_path: Path) -> None:
         model_type="llama",
         vocab_size=512,
         hidden_size=64,
-        num_layers=3,
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
-        intermediate_size=128,
+        layers=tuple(llama_layer(f"model.layers.{i}") for i in range(3)),
         rms_norm_eps=1e-5,
         rope_theta=10_000.0,
         rope_scaling=None,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         sliding_window=None,
         dtype="float32",
         eos_token_ids=(),
@@ -79,8 +92,11 @@ def test_what_transformers_writes(model_folder: ModelFolder) -> None:
     )
     assert llama3.eos_token_ids == (EOS_TOKEN_ID, IM_END_ID)
     qwen2, qwen3 = load_model_config(model_folder("qwen2")), load_model_config(model_folder("qwen3"))
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.head_dim, qwen3.qk_norm) == (False, 32, True)
+    attention = qwen2.layers[2].attention
+    assert (attention.qkv.has_bias, attention.o.has_bias, attention.qk_norms) == (True, False, None)
+    attention, name = qwen3.layers[2].attention, "model.layers.2.self_attn"
+    assert (attention.qkv.has_bias, qwen3.head_dim) == (False, 32)
+    assert attention.qk_norms == (f"{name}.q_norm.weight", f"{name}.k_norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -241,5 +257,9 @@ def test_a_malformed_generation_config_is_named(tmp_path: Path) -> None:
 
 
 def test_the_router_can_import_it_without_torch() -> None:
-    code = "import sys, shared.model.config, shared.model.files; sys.exit('torch' in sys.modules)"
+    code = """
+import shared.model.config, shared.model.files, sys
+shared.model.config.families()
+sys.exit("torch" in sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

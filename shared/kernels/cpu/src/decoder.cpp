@@ -125,7 +125,6 @@ Status Decoder::forward(const BatchDesc& batch) {
   list_wanted(batch);
   const int64_t num_tokens = ids_.size(), num_wanted = wanted_.size(), d = model_.hidden_size;
   float* residual = residual_.of(num_tokens * d);
-  bf16* qkv = wide_.of(std::max(num_tokens, num_wanted) * std::max(qkv_size(), model_.intermediate_size));
   bf16* q = q_.of(std::max(num_tokens, num_wanted) * q_size());
   bf16* attended = attended_.of(num_tokens * q_size());
   float* rotary = rotary_.of(num_tokens * model_.head_dim);
@@ -136,7 +135,8 @@ Status Decoder::forward(const BatchDesc& batch) {
     const LayerDesc& layer = layers_[i];
     const KVPages pages = pages_of(i);
     const bool is_last = i + 1 == model_.num_layers;
-    linear(team_, normed(residual, num_tokens, layer.input_norm, layer.qkv), num_tokens, layer.qkv, qkv);
+    bf16* qkv = wide_.of(num_tokens * qkv_size());
+    linear(team_, normed(residual, num_tokens, layer.attention_norm, layer.qkv), num_tokens, layer.qkv, qkv);
     norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps}, rotary, pages,
                     pages_.data(), offsets_.data(), q);
     int64_t num_rows = num_tokens;
@@ -179,8 +179,8 @@ void Decoder::attend(const BatchDesc& batch, const KVPages& pages, const bf16* q
 }
 
 void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {
-  bf16* product = wide_.of(0);
-  const Rows x = normed(residual, num_rows, layer.post_attention_norm, layer.gate_up);
+  bf16* product = wide_.of(num_rows * layer.down.k);
+  const Rows x = normed(residual, num_rows, layer.mlp_norm, layer.gate_up);
   linear_silu_mul(team_, x, num_rows, layer.gate_up, product);
   linear_add(team_, rows_of(product, num_rows, layer.down), num_rows, layer.down, residual);
 }
