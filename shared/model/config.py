@@ -7,43 +7,26 @@ name. The router imports this file, so this file never imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shared.errors import ModelError
-from shared.model.config_fields import ConfigFields, Factor, Positions, TokenIds, convert, decode_file
+from shared.model.config_fields import ConfigFields, TokenIds, decode_file
 from shared.model.layer_records import Heads, Layer
 from shared.model.models import families
 from shared.model.quantization import Quantization, read_quantization
-
-_DEFAULT_ROPE_THETA = 10_000.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearRopeScaling:
-    """Position interpolation: every frequency is divided by `factor` (arXiv 2306.15595)."""
-
-    factor: Factor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3RopeScaling:
-    """The scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, with a ramp in between."""
-
-    factor: Factor
-    low_freq_factor: Factor
-    high_freq_factor: Factor
-    original_max_position_embeddings: Positions
+from shared.model.rope import Rope, read_rope
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The config of one model. Sizes are in elements. `head_dim * num_heads` may differ from `hidden_size`.
 
-    `dtype` is that of the checkpoint: float32, float16 or bfloat16. `sliding_window` is None unless a layer uses
+    `max_position_embeddings` is the length that rope scaling makes of it. `dtype` is that of the checkpoint: float32,
+    float16 or bfloat16. `sliding_window` is None unless a layer uses
     it. `eos_token_ids` has the ids of config.json, then those of generation_config.json. It is empty where neither
     has one.
     """
@@ -57,8 +40,7 @@ class ModelConfig:
     head_dim: int
     layers: tuple[Layer, ...]
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3RopeScaling | LinearRopeScaling | None
+    rope: Rope
     max_position_embeddings: int
     tie_word_embeddings: bool
     sliding_window: int | None
@@ -88,21 +70,16 @@ class ModelConfig:
             return self.max_position_embeddings
         return min(self.max_position_embeddings, self.sliding_window)
 
+    def made_for(self, context_length: int) -> ModelConfig:
+        """The same, with the rotary frequencies of a context of so many tokens where they depend on it."""
+        return replace(self, rope=self.rope.made_for(context_length))
+
 
 class _Identity(msgspec.Struct, kw_only=True):
     """The keys that decide whether this file can read the others."""
 
     architectures: list[str]
     quantization_config: dict[str, Any] | None = None
-
-
-class _RopeFields(msgspec.Struct, kw_only=True):
-    """The fields of every rope type. The other fields of a type are in its dataclass above."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: Factor | None = None
-    partial_rotary_factor: float | None = None
 
 
 class _GenerationFields(msgspec.Struct, kw_only=True):
@@ -126,8 +103,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     family, quantization = supported[architecture], identity.quantization_config
     fields = decode_file(path, family.fields)
     heads = _heads(fields, path)
-    rope_theta, rope_scaling = _rope(fields, path)
-    return ModelConfig(
+    rope = read_rope(fields, heads, path)
+    config = ModelConfig(
         architecture=architecture,
         model_type=fields.model_type,
         vocab_size=fields.vocab_size,
@@ -137,9 +114,8 @@ def load_model_config(folder: Path) -> ModelConfig:
         head_dim=heads.head_dim,
         layers=tuple(family.layer(fields, heads, i) for i in range(fields.num_hidden_layers)),
         rms_norm_eps=fields.rms_norm_eps,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        max_position_embeddings=fields.max_position_embeddings,
+        rope=rope,
+        max_position_embeddings=rope.num_positions(fields.max_position_embeddings),
         tie_word_embeddings=fields.tie_word_embeddings,
         sliding_window=family.sliding_window(fields),
         dtype=_dtype(fields, path),
@@ -147,6 +123,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         bos_token_id=fields.bos_token_id,
         quantization=None if quantization is None else read_quantization(quantization, path),
     )
+    return config.made_for(config.context_length)
 
 
 def _heads(fields: ConfigFields, path: Path) -> Heads:
@@ -163,35 +140,6 @@ def _heads(fields: ConfigFields, path: Path) -> Heads:
             f"({num_heads}), and there is no head_dim"
         )
     return Heads(num_heads, num_kv_heads, fields.head_dim or head_dim)
-
-
-def _rope(fields: ConfigFields, path: Path) -> tuple[float, Llama3RopeScaling | LinearRopeScaling | None]:
-    # transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters. With both, rope_scaling wins.
-    key = "rope_scaling" if fields.rope_scaling else "rope_parameters"
-    raw = fields.rope_scaling or fields.rope_parameters or {}
-    if "full_attention" in raw or "sliding_attention" in raw:
-        raise ModelError(f"{path}: {key}: rotary parameters per layer type are not supported")
-    rope = convert(raw, _RopeFields, path, key)
-    if not all(
-        factor in (None, 1.0) for factor in (rope.partial_rotary_factor, fields.partial_rotary_factor)
-    ):
-        raise ModelError(f"{path}: partial_rotary_factor: only 1.0 is supported")
-
-    theta = rope.rope_theta or fields.rope_theta or _DEFAULT_ROPE_THETA
-    match rope.rope_type or rope.type or "default":
-        case "default":
-            return theta, None
-        case "linear":
-            return theta, convert(raw, LinearRopeScaling, path, key)
-        case "llama3":
-            original = {"original_max_position_embeddings": fields.max_position_embeddings}
-            scaling = convert(original | raw, Llama3RopeScaling, path, key)
-            if scaling.low_freq_factor >= scaling.high_freq_factor:
-                raise ModelError(f"{path}: {key}: low_freq_factor must be below high_freq_factor")
-            return theta, scaling
-        case other:
-            supported = "default, linear, llama3"
-            raise ModelError(f"{path}: {key}: rope type {other} is not supported; supported are {supported}")
 
 
 def _dtype(fields: ConfigFields, path: Path) -> str:

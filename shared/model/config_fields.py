@@ -14,6 +14,7 @@ import msgspec
 from shared.errors import ModelError
 
 Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Theta = Annotated[float, msgspec.Meta(gt=1, le=1e12)]
 Positions = Annotated[int, msgspec.Meta(gt=0, le=2**27)]
 Width = Annotated[int, msgspec.Meta(gt=0, le=2**22)]
 HeadDim = Annotated[int, msgspec.Meta(gt=0, le=2**12, multiple_of=2)]
@@ -38,7 +39,8 @@ class ConfigFields(msgspec.Struct, kw_only=True):
     rms_norm_eps: Annotated[float, msgspec.Meta(ge=0, lt=1)]
     max_position_embeddings: Positions
     tie_word_embeddings: bool = False
-    rope_theta: Factor | None = None
+    original_max_position_embeddings: Positions | None = None
+    rope_theta: Theta | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     partial_rotary_factor: float | None = None

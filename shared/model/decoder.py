@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 from shared.model.config import ModelConfig
-from shared.model.layers import rotary_frequencies
 from shared.model.linear import Linear
 from shared.model.ops import Ops, Rotary
+from shared.model.rotary import rotary_waves
 from shared.model.weight_source import WeightSource
 from shared.model.weights import AttentionWeights, DecoderWeights, MlpWeights, load_weights
 
@@ -30,7 +30,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self.weights = weights
-        self.rotary_frequencies = rotary_frequencies(config, weights.embed_VD.device)
+        self.rotary_waves = rotary_waves(config.rope, config.head_dim, weights.embed_VD.device)
 
     @classmethod
     def load(
@@ -58,7 +58,7 @@ class Decoder:
         """
         eps = self.config.rms_norm_eps
         x_TD, residual_TD = ops.embed(input_ids_T, self.weights.embed_VD), None
-        rotary = ops.rotary(positions_T, self.rotary_frequencies, x_TD.dtype)
+        rotary = ops.rotary(positions_T, self.rotary_waves, x_TD.dtype)
         for i, layer in enumerate(self.weights.layers):
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.attention_norm_D, eps)
             x_TD = self._attention(i, layer.attention, normed_TD, rotary, ops)

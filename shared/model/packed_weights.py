@@ -32,8 +32,8 @@ from shared.kernels.cpu.linear import (
     pack_rows,
 )
 from shared.model.config import ModelConfig
-from shared.model.layers import rotary_frequencies
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear, stack
+from shared.model.rotary import rotary_waves
 from shared.model.weight_source import WeightSource
 from shared.model.weights import LayerWeights, WeightReader
 
@@ -91,7 +91,7 @@ def load_packed_weights(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
-        rotary_frequencies=packer.floats(rotary_frequencies(config, cpu)),
+        rotary_waves=packer.floats(rotary_waves(config.rope, config.head_dim, cpu)),
         embed=embed_VD.data_ptr(),
         norm=norm,
         lm_head=lm_head,

@@ -58,7 +58,7 @@ class LayerDesc(ctypes.Structure):
 
 
 class DecoderDesc(ctypes.Structure):
-    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and frequencies float32."""
+    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and waves float32."""
 
     _fields_ = (
         ("vocab_size", _Int),
@@ -68,7 +68,7 @@ class DecoderDesc(ctypes.Structure):
         ("num_kv_heads", _Int),
         ("head_dim", _Int),
         ("rms_norm_eps", ctypes.c_float),
-        ("rotary_frequencies", _Pointer),
+        ("rotary_waves", _Pointer),
         ("embed", _Pointer),
         ("norm", _Pointer),
         ("lm_head", LinearDesc),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from shared.errors import ModelError
-from shared.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, load_model_config
+from shared.model.config import ModelConfig, load_model_config
 from shared.model.layer_records import Attention, DenseMlp, Layer, Projection
+from shared.model.rope import LinearScaling, Llama3Scaling, Rope
 from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID
 from tests.patience import PATIENCE_S
 from tests.unit.model.conftest import ModelFolder
@@ -33,6 +34,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LLAMA3 = Rope(
+    theta=5e5,
+    scaling=Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+)
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -73,8 +80,7 @@ def test_a_plain_llama(tmp_path: Path) -> None:
         head_dim=16,
         layers=tuple(llama_layer(f"model.layers.{i}") for i in range(3)),
         rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        rope_scaling=None,
+        rope=Rope(theta=10_000.0),
         max_position_embeddings=512,
         tie_word_embeddings=False,
         sliding_window=None,
@@ -86,10 +92,7 @@ def test_a_plain_llama(tmp_path: Path) -> None:
 
 def test_what_transformers_writes(model_folder: ModelFolder) -> None:
     llama3 = load_model_config(model_folder("llama3"))
-    assert (llama3.rope_theta, llama3.dtype) == (500_000.0, "float32")
-    assert llama3.rope_scaling == Llama3RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-    )
+    assert (llama3.rope, llama3.dtype) == (LLAMA3, "float32")
     assert llama3.eos_token_ids == (EOS_TOKEN_ID, IM_END_ID)
     qwen2, qwen3 = load_model_config(model_folder("qwen2")), load_model_config(model_folder("qwen3"))
     attention = qwen2.layers[2].attention
@@ -110,16 +113,12 @@ def test_what_transformers_writes(model_folder: ModelFolder) -> None:
     ids=["v4", "v4-type", "v5", "v5-theta-outside"],
 )
 def test_rope_keys_old_and_new(tmp_path: Path, rope: dict[str, Any]) -> None:
-    config = load(tmp_path, LLAMA | rope)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == Llama3RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-    )
+    assert load(tmp_path, LLAMA | rope).rope == LLAMA3
 
 
 def test_linear_rope(tmp_path: Path) -> None:
     config = load(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert config.rope_scaling == LinearRopeScaling(factor=2.0)
+    assert config.rope.scaling == LinearScaling(factor=2.0)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -201,17 +200,24 @@ def test_eos_token_ids_are_the_union_of_both_files(
         ({"head_dim": 15}, ["head_dim"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rms_norm_eps": 2.0}, ["rms_norm_eps"]),
-        ({"rope_theta": 0.0}, ["rope_theta"]),
+        ({"rope_theta": 1.0}, ["rope_theta"]),
         ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
         ({"eos_token_id": 512}, ["eos_token_id", "512"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling", "dynamic"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", "factor"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e7}}, ["rope_scaling", "factor", "134217728"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling", "factor"]),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}, ["rope_scaling", "dynamic"]),
         (
             {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}},
-            ["rope_parameters", "longrope"],
+            ["rope_parameters", "short_factor"],
         ),
+        (
+            {"rope_scaling": {"type": "su", "long_factor": [1.0] * 8, "short_factor": [1.0] * 7}},
+            ["rope_scaling", "short_factor must have 8"],
+        ),
+        ({"rope_scaling": {"rope_type": "mrope"}}, ["rope_scaling", "mrope", "default, linear"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling", "factor"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters"]),

@@ -128,7 +128,7 @@ Status Decoder::forward(const BatchDesc& batch) {
   bf16* q = q_.of(std::max(num_tokens, num_wanted) * q_size());
   bf16* attended = attended_.of(num_tokens * q_size());
   float* rotary = rotary_.of(num_tokens * model_.head_dim);
-  rotary_cos_sin(team_, positions_.data(), num_tokens, model_.rotary_frequencies, model_.head_dim / 2, rotary);
+  rotary_cos_sin(team_, positions_.data(), num_tokens, model_.rotary_waves, model_.head_dim / 2, rotary);
   embed(team_, ids_.data(), num_tokens, model_.embed, d, residual);
 
   for (int64_t i = 0; i < model_.num_layers; i++) {

@@ -19,7 +19,7 @@ struct LayerDesc {
 struct DecoderDesc {
   int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim;
   float rms_norm_eps;
-  const float* rotary_frequencies;  // [head_dim / 2], radians per position
+  const float* rotary_waves;  // [2][head_dim / 2]: radians per position, and what multiplies cosine and sine
   const bf16* embed;                // [vocab_size][hidden_size]
   const float* norm;                // [hidden_size]
   PackedLinear lm_head;

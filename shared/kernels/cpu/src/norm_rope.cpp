@@ -130,17 +130,17 @@ void rms_norm(Team& team, const float* x, int64_t T, int64_t size, const float* 
   });
 }
 
-void rotary_cos_sin(Team& team, const int64_t* positions, int64_t T, const float* frequencies, int64_t half,
-                    float* cos_sin) {
+void rotary_cos_sin(Team& team, const int64_t* positions, int64_t T, const float* waves, int64_t half, float* cos_sin) {
   each_token(team, T, [&](int64_t t) {
     const __m512 position = _mm512_set1_ps(float(positions[t]));
     float* place = cos_sin + t * 2 * half;
     for (int64_t i = 0; i < half; i += 16) {
       const __mmask16 lanes = lanes_below(half, i);
       __m512 cosine, sine;
-      cos_sin16(_mm512_mul_ps(position, load_lanes(frequencies + i, lanes)), cosine, sine);
-      store_lanes(place + i, lanes, cosine);
-      store_lanes(place + half + i, lanes, sine);
+      cos_sin16(_mm512_mul_ps(position, load_lanes(waves + i, lanes)), cosine, sine);
+      const __m512 amplitude = load_lanes(waves + half + i, lanes);
+      store_lanes(place + i, lanes, _mm512_mul_ps(cosine, amplitude));
+      store_lanes(place + half + i, lanes, _mm512_mul_ps(sine, amplitude));
     }
   });
 }
@@ -185,9 +185,9 @@ extern "C" void baton_rms_norm_codes(Team* team, const float* x, int64_t T, int6
   baton::rms_norm(*team, x, T, size, weight, eps, *out);
 }
 
-extern "C" void baton_rotary_cos_sin(Team* team, const int64_t* positions, int64_t T, const float* frequencies,
-                                     int64_t half, float* cos_sin) {
-  baton::rotary_cos_sin(*team, positions, T, frequencies, half, cos_sin);
+extern "C" void baton_rotary_cos_sin(Team* team, const int64_t* positions, int64_t T, const float* waves, int64_t half,
+                                     float* cos_sin) {
+  baton::rotary_cos_sin(*team, positions, T, waves, half, cos_sin);
 }
 
 extern "C" void baton_norm_rope_write(Team* team, const bf16* qkv, int64_t T, int64_t num_heads, int64_t num_kv_heads,
