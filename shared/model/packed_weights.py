@@ -19,6 +19,7 @@ from shared.kernels.cpu.decoder import (
     MAX_GROUP_K,
     MAX_HEAD_DIM,
     DecoderDesc,
+    ExpertsDesc,
     LayerDesc,
     LinearDesc,
 )
@@ -32,6 +33,7 @@ from shared.kernels.cpu.linear import (
     pack_rows,
 )
 from shared.model.config import ModelConfig
+from shared.model.experts import Experts
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear, stack
 from shared.model.rotary import rotary_waves
 from shared.model.weight_source import WeightSource
@@ -130,6 +132,19 @@ class Packer:
         else:
             pack_rows(self.team, rows_NB, panels)
         return self._desc(linear, panels, is_gate_up=is_gate_up)
+
+    def experts(self, experts: Experts[LinearDesc]) -> ExpertsDesc:
+        """The sparse MLP of packed linear layers."""
+        arrays = [(LinearDesc * len(each))(*each) for each in (experts.gate_up_E, experts.down_E)]
+        self.kept += arrays
+        return ExpertsDesc(
+            router=experts.router,
+            gate_up=ctypes.addressof(arrays[0]),
+            down=ctypes.addressof(arrays[1]),
+            num_experts=len(experts.gate_up_E),
+            top_k=experts.top_k,
+            normalized=experts.is_normalized,
+        )
 
     def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, Linear]]) -> LinearDesc:
         """Pack the lm_head piece by piece."""

@@ -43,6 +43,19 @@ class LinearDesc(ctypes.Structure):
     )
 
 
+class ExpertsDesc(ctypes.Structure):
+    """A sparse MLP. `gate_up` and `down` are arrays of LinearDesc, one for each expert."""
+
+    _fields_ = (
+        ("router", LinearDesc),
+        ("gate_up", _Pointer),
+        ("down", _Pointer),
+        ("num_experts", _Int),
+        ("top_k", _Int),
+        ("normalized", _Int),
+    )
+
+
 class LayerDesc(ctypes.Structure):
     """A layer. Norms are float32. `qk_norm` is null where the model has none."""
 

@@ -2,40 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <new>
 #include <vector>
 
 #include "norm_rope.h"
+#include "scratch.h"
 #include "status.h"
 
 namespace baton {
 namespace {
-
-// Memory for one array of a forward. It keeps the size of the largest forward so far.
-template <class T>
-class Scratch {
- public:
-  Scratch() = default;
-  ~Scratch() { std::free(data_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  T* of(int64_t count) {
-    if (count > size_) {
-      std::free(data_);
-      size_ = 0;
-      data_ = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
-      if (data_ == nullptr) throw std::bad_alloc();
-      size_ = count;
-    }
-    return data_;
-  }
-
- private:
-  T* data_ = nullptr;
-  int64_t size_ = 0;
-};
 
 class Decoder {
  public:
@@ -68,9 +43,7 @@ class Decoder {
   std::vector<int64_t> ids_, positions_, pages_, offsets_, wanted_;
   Scratch<float> residual_, wanted_residual_, rotary_;
   Scratch<bf16> normed_, wide_, q_, attended_, ordered_;
-  Scratch<int8_t> codes_;
-  Scratch<float> code_scales_;
-  Scratch<int32_t> code_sums_;
+  CodesScratch codes_;
 };
 
 KVPages Decoder::pages_of(int64_t layer) const {
@@ -191,8 +164,7 @@ void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
 
 // The codes of m rows for a weight. They are good until the next call.
 Codes Decoder::codes_of(int64_t m, const PackedLinear& w) {
-  const int64_t groups = m * (w.k / w.group);
-  return {codes_.of(m * w.k), code_scales_.of(groups), code_sums_.of(groups), w.k, w.group, w.order};
+  return codes_.of(m, w.k, w.group, w.order);
 }
 
 // The norm of m rows, as `reader` reads them. Good until the next call.

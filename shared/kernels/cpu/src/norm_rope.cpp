@@ -67,8 +67,7 @@ void write_row(const KVPages& kv, char* to, int64_t offset, const bf16* x) {
   float scale;
   int32_t sum;
   const Codes codes{reinterpret_cast<int8_t*>(row), &scale, &sum, kv.head_dim, kv.head_dim, nullptr};
-  quantize_row(codes, 0, [&](int64_t i) { return load_lanes(x + i, lanes_below(kv.head_dim, i)); },
-               [&](int64_t i) { return to_float(x[i]); });
+  quantize_row(codes, 0, x);
   std::memcpy(to + kv.rows_nbytes() + offset * int64_t(sizeof scale), &scale, sizeof scale);
 }
 
