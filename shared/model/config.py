@@ -15,7 +15,7 @@ import msgspec
 
 from shared.errors import ModelError
 from shared.model.config_fields import ConfigFields, TokenIds, decode_file
-from shared.model.layer_records import Heads, Layer
+from shared.model.layer_records import ExpertsMlp, Heads, Layer
 from shared.model.models import families
 from shared.model.quantization import Quantization, read_quantization
 from shared.model.rope import Rope, read_rope
@@ -53,6 +53,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         """How many layers there are."""
         return len(self.layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return any(isinstance(layer.mlp, ExpertsMlp) for layer in self.layers)
 
     @property
     def widths(self) -> frozenset[int]:

@@ -18,6 +18,7 @@ Theta = Annotated[float, msgspec.Meta(gt=1, le=1e12)]
 Positions = Annotated[int, msgspec.Meta(gt=0, le=2**27)]
 Width = Annotated[int, msgspec.Meta(gt=0, le=2**22)]
 HeadDim = Annotated[int, msgspec.Meta(gt=0, le=2**12, multiple_of=2)]
+NumExperts = Annotated[int, msgspec.Meta(gt=0, le=2**12)]
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 TokenIds = TokenId | list[TokenId] | None
 
@@ -57,6 +58,26 @@ class SlidingFields(ConfigFields, kw_only=True):
     sliding_window: Positions | None = 4096
     max_window_layers: int = 28
     layer_types: list[str] | None = None
+
+
+class ExpertsFields(ConfigFields, kw_only=True):
+    """The keys of a mixture of experts. transformers 5 calls `num_experts` of some families `num_local_experts`."""
+
+    num_experts: NumExperts | None = None
+    num_local_experts: NumExperts | None = None
+    num_experts_per_tok: NumExperts
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which msgspec makes its own error of, unless a token finds its experts."""
+        if self.num_experts is None and self.num_local_experts is None:
+            raise ValueError("num_experts: is missing, and so is num_local_experts")
+        if self.num_experts_per_tok > self.count:
+            raise ValueError(f"num_experts_per_tok: {self.num_experts_per_tok} of {self.count} experts")
+
+    @property
+    def count(self) -> int:
+        """How many experts a layer has."""
+        return self.num_experts or self.num_local_experts or 0
 
 
 def decode_file(path: Path, fields: type[T]) -> T:

@@ -14,11 +14,18 @@ from collections.abc import Callable
 import torch
 
 from shared.model.config import ModelConfig
+from shared.model.experts import multiply
 from shared.model.linear import Linear
 from shared.model.ops import Ops, Rotary
 from shared.model.rotary import rotary_waves
 from shared.model.weight_source import WeightSource
-from shared.model.weights import AttentionWeights, DecoderWeights, MlpWeights, load_weights
+from shared.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    ExpertsWeights,
+    MlpWeights,
+    load_weights,
+)
 
 
 class Decoder:
@@ -63,7 +70,11 @@ class Decoder:
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.attention_norm_D, eps)
             x_TD = self._attention(i, layer.attention, normed_TD, rotary, ops)
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.mlp_norm_D, eps)
-            x_TD = _mlp(layer.mlp, normed_TD, ops)
+            x_TD = (
+                _experts(layer.mlp, normed_TD, ops)
+                if isinstance(layer.mlp, ExpertsWeights)
+                else _mlp(layer.mlp, normed_TD, ops)
+            )
         assert residual_TD is not None, "the model has no layers"
         return torch.add(residual_TD, x_TD, out=out_TD)
 
@@ -77,10 +88,24 @@ class Decoder:
         self, i: int, weights: AttentionWeights[Linear], x_TD: torch.Tensor, rotary: Rotary, ops: Ops
     ) -> torch.Tensor:
         c = self.config
-        qkv_TQ = ops.linear(x_TD, weights.qkv_proj)
+        qkv_TQ, qk_norm_ND = ops.linear(x_TD, weights.qkv_proj), weights.qk_norm_ND
+        if weights.norms_whole_qk and qk_norm_ND is not None:
+            self._norm_whole_qk(qkv_TQ, qk_norm_ND, ops)
+            qk_norm_ND = None
         qkv_TND = qkv_TQ.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, weights.qk_norm_ND, c.rms_norm_eps, rotary)
+        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, qk_norm_ND, c.rms_norm_eps, rotary)
         return ops.linear(ops.attend(i, q_THD).flatten(1), weights.o_proj)
+
+    def _norm_whole_qk(self, qkv_TQ: torch.Tensor, weight_ND: torch.Tensor, ops: Ops) -> None:
+        """Norm q of all heads as one row, in place, and so k."""
+        sizes = [n * self.config.head_dim for n in (self.config.num_heads, self.config.num_kv_heads)]
+        parts = torch.split(qkv_TQ[:, : sum(sizes)], sizes, dim=1)
+        for x_TQ, weight_Q in zip(parts, torch.split(weight_ND.flatten(), sizes), strict=True):
+            x_TQ.copy_(ops.add_norm(x_TQ.contiguous(), None, weight_Q, self.config.rms_norm_eps)[0])
+
+
+def _experts(weights: ExpertsWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+    return multiply(x_TD, ops.linear(x_TD, weights.router), weights, ops)
 
 
 def _mlp(weights: MlpWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shared.model.config_fields import ConfigFields, SlidingFields
-from shared.model.layer_records import DenseMlp, Heads, Layer, Projection
+from shared.model.config_fields import ConfigFields, ExpertsFields, SlidingFields
+from shared.model.layer_records import DenseMlp, ExpertsMlp, Heads, Layer, Projection
 
 F = TypeVar("F", bound=ConfigFields)
 
@@ -40,12 +40,41 @@ def o_projection(attention: str, fields: ConfigFields, heads: Heads, *, has_bias
     return Projection({f"{attention}.o_proj": fields.hidden_size}, heads.q_size, has_bias)
 
 
-def dense_mlp(mlp: str, fields: ConfigFields, *, has_bias: bool = False) -> DenseMlp:
-    """gate_proj, up_proj and down_proj of a layer's `mlp`."""
-    outputs = {f"{mlp}.{name}": fields.intermediate_size for name in ("gate_proj", "up_proj")}
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def dense_mlp(
+    mlp: str,
+    fields: ConfigFields,
+    *,
+    has_bias: bool = False,
+    size: int | None = None,
+    names: tuple[str, str, str] = MLP_NAMES,
+) -> DenseMlp:
+    """The gate, up and down projections of `mlp`; between them are `size` elements, or `intermediate_size`."""
+    size, (gate, up, down) = size or fields.intermediate_size, names
     return DenseMlp(
-        gate_up=Projection(outputs, fields.hidden_size, has_bias),
-        down=Projection({f"{mlp}.down_proj": fields.hidden_size}, fields.intermediate_size, has_bias),
+        gate_up=Projection({f"{mlp}.{gate}": size, f"{mlp}.{up}": size}, fields.hidden_size, has_bias),
+        down=Projection({f"{mlp}.{down}": fields.hidden_size}, size, has_bias),
+    )
+
+
+def experts_mlp(
+    mlp: str,
+    fields: ExpertsFields,
+    *,
+    is_normalized: bool,
+    size: int | None = None,
+    names: tuple[str, str, str] = MLP_NAMES,
+) -> ExpertsMlp:
+    """The router `gate` and the `experts` of `mlp`, each with `size` elements between its projections."""
+    return ExpertsMlp(
+        router=Projection({f"{mlp}.gate": fields.count}, fields.hidden_size, keeps_type=True),
+        experts=tuple(
+            dense_mlp(f"{mlp}.experts.{e}", fields, size=size, names=names) for e in range(fields.count)
+        ),
+        top_k=fields.num_experts_per_tok,
+        is_normalized=is_normalized,
     )
 
 

@@ -38,6 +38,8 @@ class Projection:
     """The name of each layer, such as model.layers.0.mlp.up_proj, and its outputs, in the order of the result."""
     num_inputs: int
     has_bias: bool = False
+    keeps_type: bool = False
+    """Whether it is never quantized: the router of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,10 @@ class Attention:
 
     qkv: Projection
     qk_norms: tuple[str, str] | None
-    """The RMSNorm of each head of q and of k, each of the width of a head."""
+    """The RMSNorms of q and of k."""
     o: Projection
+    norms_whole_qk: bool = False
+    """Whether q is normed as a whole, and so is k (OLMoE). Else each head is, with one weight for all heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,33 @@ class DenseMlp:
     gate_up: Projection
     down: Projection
 
+    @property
+    def projections(self) -> Iterator[Projection]:
+        """In the order in which they are read."""
+        yield from (self.gate_up, self.down)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsMlp:
+    """A mixture of experts: each token goes through the `top_k` of them for which the router has the largest scores.
+
+    Their outputs are weighted by a softmax over the scores of all experts.
+    """
+
+    router: Projection
+    """Its outputs are scores, one for each expert."""
+    experts: tuple[DenseMlp, ...]
+    top_k: int
+    is_normalized: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        """In the order in which they are read."""
+        yield self.router
+        for expert in self.experts:
+            yield from expert.projections
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -65,9 +96,9 @@ class Layer:
     attention_norm: str
     attention: Attention
     mlp_norm: str
-    mlp: DenseMlp
+    mlp: DenseMlp | ExpertsMlp
 
     @property
     def projections(self) -> Iterator[Projection]:
         """Of the layer, in the order in which they are read."""
-        yield from (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
+        yield from (self.attention.qkv, self.attention.o, *self.mlp.projections)

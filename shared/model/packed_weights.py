@@ -33,11 +33,10 @@ from shared.kernels.cpu.linear import (
     pack_rows,
 )
 from shared.model.config import ModelConfig
-from shared.model.experts import Experts
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear, stack
 from shared.model.rotary import rotary_waves
 from shared.model.weight_source import WeightSource
-from shared.model.weights import LayerWeights, WeightReader
+from shared.model.weights import ExpertsWeights, LayerWeights, WeightReader
 
 
 def native_obstacle(config: ModelConfig) -> str | None:
@@ -112,15 +111,21 @@ class Packer:
 
     def layer(self, layer: LayerWeights[LinearDesc]) -> LayerDesc:
         """The layer of packed linear layers."""
-        return LayerDesc(
+        desc = LayerDesc(
             attention_norm=self.floats(layer.attention_norm_D),
             mlp_norm=self.floats(layer.mlp_norm_D),
             qk_norm=self.floats(layer.attention.qk_norm_ND),
             qkv=layer.attention.qkv_proj,
             o=layer.attention.o_proj,
-            gate_up=layer.mlp.gate_up_proj,
-            down=layer.mlp.down_proj,
+            whole_qk=layer.attention.norms_whole_qk,
         )
+        if isinstance(layer.mlp, ExpertsWeights):
+            experts = self.experts(layer.mlp)
+            self.kept.append(experts)
+            desc.experts = ctypes.addressof(experts)
+        else:
+            desc.gate_up, desc.down = layer.mlp.gate_up_proj, layer.mlp.down_proj
+        return desc
 
     def linear(self, linear: Linear, is_gate_up: bool = False) -> LinearDesc:
         """Pack a linear layer, gate and up as `linear_silu_mul` reads them."""
@@ -133,17 +138,19 @@ class Packer:
             pack_rows(self.team, rows_NB, panels)
         return self._desc(linear, panels, is_gate_up=is_gate_up)
 
-    def experts(self, experts: Experts[LinearDesc]) -> ExpertsDesc:
-        """The sparse MLP of packed linear layers."""
-        arrays = [(LinearDesc * len(each))(*each) for each in (experts.gate_up_E, experts.down_E)]
-        self.kept += arrays
+    def experts(self, weights: ExpertsWeights[LinearDesc]) -> ExpertsDesc:
+        """The experts of packed linear layers."""
+        experts = weights.experts
+        gate_up = (LinearDesc * len(experts))(*(each.gate_up_proj for each in experts))
+        down = (LinearDesc * len(experts))(*(each.down_proj for each in experts))
+        self.kept += [gate_up, down]
         return ExpertsDesc(
-            router=experts.router,
-            gate_up=ctypes.addressof(arrays[0]),
-            down=ctypes.addressof(arrays[1]),
-            num_experts=len(experts.gate_up_E),
-            top_k=experts.top_k,
-            normalized=experts.is_normalized,
+            router=weights.router,
+            gate_up=ctypes.addressof(gate_up),
+            down=ctypes.addressof(down),
+            num_experts=len(experts),
+            top_k=weights.top_k,
+            normalized=weights.is_normalized,
         )
 
     def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, Linear]]) -> LinearDesc:

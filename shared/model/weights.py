@@ -23,7 +23,7 @@ from shared.host_memory import new_mapping
 from shared.model.config import ModelConfig
 from shared.model.formats.choice import FORMATS
 from shared.model.formats.common import LinearSpec
-from shared.model.layer_records import Layer, Projection
+from shared.model.layer_records import Attention, DenseMlp, ExpertsMlp, Layer, Projection
 from shared.model.linear import DenseLinear, Linear, quantize_weight, stack
 from shared.model.quantization import Layout, Scheme
 from shared.model.weight_source import TensorSpec, WeightSource
@@ -39,6 +39,8 @@ class AttentionWeights(Generic[L]):
 
     qkv_proj: L
     qk_norm_ND: torch.Tensor | None
+    """The weights for each head of q, then of k."""
+    norms_whole_qk: bool
     o_proj: L
 
 
@@ -51,13 +53,23 @@ class MlpWeights(Generic[L]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsWeights(Generic[L]):
+    """The weights of an `ExpertsMlp`, and how it chooses."""
+
+    router: L
+    experts: tuple[MlpWeights[L], ...]
+    top_k: int
+    is_normalized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights(Generic[L]):
     """The weights of a `Layer`."""
 
     attention_norm_D: torch.Tensor
     attention: AttentionWeights[L]
     mlp_norm_D: torch.Tensor
-    mlp: MlpWeights[L]
+    mlp: MlpWeights[L] | ExpertsWeights[L]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +196,7 @@ class WeightReader:
                 self._count(piece.numel())
 
     def _layer(self, layer: Layer, keep: Callable[[Linear, bool], L]) -> LayerWeights[L]:
-        c, attention, mlp = self._config, layer.attention, layer.mlp
+        c, attention = self._config, layer.attention
 
         def linear(projection: Projection, *, is_gate_up: bool = False) -> L:
             return keep(self._linear(projection), is_gate_up)
@@ -192,20 +204,33 @@ class WeightReader:
         def norm(name: str) -> torch.Tensor:
             return self._stack({name: c.hidden_size})
 
-        def qk_norm(names: tuple[str, str]) -> torch.Tensor:
-            """The weights of the q and k norms, repeated for each head, so that one call applies both."""
-            q_D, k_D = torch.split(self._stack(dict.fromkeys(names, c.head_dim)), c.head_dim)
-            return torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
+        def qk_norm(sizes: dict[str, int]) -> torch.Tensor:
+            """The weights of the q and k norms for each head, so that one call applies both."""
+            q, k = torch.split(self._stack(sizes), list(sizes.values()))
+            q_HD, k_KD = q.view(-1, c.head_dim), k.view(-1, c.head_dim)
+            return torch.cat([q_HD.expand(c.num_heads, -1), k_KD.expand(c.num_kv_heads, -1)])
+
+        def dense(mlp: DenseMlp) -> MlpWeights[L]:
+            return MlpWeights(gate_up_proj=linear(mlp.gate_up, is_gate_up=True), down_proj=linear(mlp.down))
+
+        def experts(mlp: ExpertsMlp) -> ExpertsWeights[L]:
+            return ExpertsWeights(
+                router=linear(mlp.router),
+                experts=tuple(dense(expert) for expert in mlp.experts),
+                top_k=mlp.top_k,
+                is_normalized=mlp.is_normalized,
+            )
 
         return LayerWeights(
             attention_norm_D=norm(layer.attention_norm),
             attention=AttentionWeights(
                 qkv_proj=linear(attention.qkv),
-                qk_norm_ND=qk_norm(attention.qk_norms) if attention.qk_norms else None,
+                qk_norm_ND=qk_norm(_qk_norm_sizes(c, attention)) if attention.qk_norms else None,
+                norms_whole_qk=attention.norms_whole_qk,
                 o_proj=linear(attention.o),
             ),
             mlp_norm_D=norm(layer.mlp_norm),
-            mlp=MlpWeights(gate_up_proj=linear(mlp.gate_up, is_gate_up=True), down_proj=linear(mlp.down)),
+            mlp=experts(layer.mlp) if isinstance(layer.mlp, ExpertsMlp) else dense(layer.mlp),
         )
 
     def _linear(self, projection: Projection) -> Linear:
@@ -260,7 +285,9 @@ def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
                 specs.update(FORMATS[scheme.layout].tensors(layer))
     for each in c.layers:
         specs.update(dict.fromkeys((each.attention_norm, each.mlp_norm), TensorSpec((c.hidden_size,))))
-        specs.update(dict.fromkeys(each.attention.qk_norms or (), TensorSpec((c.head_dim,))))
+        specs.update({name: TensorSpec((size,)) for name, size in _qk_norm_sizes(c, each.attention).items()})
+        if isinstance(each.mlp, ExpertsMlp):
+            _check_experts(c, each.mlp)
     return specs
 
 
@@ -283,6 +310,19 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
     return nbytes
 
 
+def _qk_norm_sizes(c: ModelConfig, attention: Attention) -> dict[str, int]:
+    sizes = (c.num_heads, c.num_kv_heads) if attention.norms_whole_qk else (1, 1)
+    return {name: n * c.head_dim for name, n in zip(attention.qk_norms or (), sizes, strict=False)}
+
+
+def _check_experts(c: ModelConfig, mlp: ExpertsMlp) -> None:
+    """Raise ModelError where experts of a layer are quantized differently: one kernel computes all of them."""
+    for projections in zip(*((each.gate_up, each.down) for each in mlp.experts), strict=True):
+        if len({_scheme_of(c, projection) for projection in projections}) > 1:
+            first, last = (next(iter(projections[i].outputs)) for i in (0, -1))
+            raise ModelError(f"{first} .. {last} are computed as one, but they are quantized differently")
+
+
 def _lm_head(c: ModelConfig) -> Projection:
     return Projection({"lm_head": c.vocab_size}, c.hidden_size)
 
@@ -297,7 +337,7 @@ def _projections(c: ModelConfig) -> Iterator[Projection]:
 
 def _scheme_of(c: ModelConfig, projection: Projection) -> Scheme | None:
     """The scheme of linear layers that are computed as one. Raises ModelError where they have several."""
-    if c.quantization is None:
+    if c.quantization is None or projection.keeps_type:
         return None
     schemes = {name: c.quantization.scheme_of(name) for name in projection.outputs}
     if len(set(schemes.values())) > 1:

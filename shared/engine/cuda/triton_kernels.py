@@ -43,6 +43,8 @@ def require_exact(
     product: ExactLinear, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ConfigError unless products of the model's shapes have the same bits by every tile."""
+    if config.has_experts:
+        raise ConfigError("--exact: experts are computed by torch's operations, which are not exact")
     if not product.same_bits(sorted(config.widths), dtype, device):
         raise ConfigError(f"--exact: on {device} products of few rows have other bits than those of many")
 

@@ -57,7 +57,10 @@ class ExpertsDesc(ctypes.Structure):
 
 
 class LayerDesc(ctypes.Structure):
-    """A layer. Norms are float32. `qk_norm` is null where the model has none."""
+    """A layer. Norms are float32. `qk_norm` is null where the model has none, and 1 in `whole_qk` norms q as a whole.
+
+    `experts` points to an ExpertsDesc, or is null where the MLP is dense.
+    """
 
     _fields_ = (
         ("attention_norm", _Pointer),
@@ -65,8 +68,10 @@ class LayerDesc(ctypes.Structure):
         ("qk_norm", _Pointer),
         ("qkv", LinearDesc),
         ("o", LinearDesc),
+        ("whole_qk", _Int),
         ("gate_up", LinearDesc),
         ("down", LinearDesc),
+        ("experts", _Pointer),
     )
 
 

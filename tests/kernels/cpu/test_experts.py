@@ -1,4 +1,4 @@
-"""The native experts against their definition in torch, and a token's bits against all that it may be computed with."""
+"""The native experts against their definition in torch, and the bits of a token in any batch and team."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.kernels.cpu.library import Team
-from shared.model.experts import Experts, multiply, route
+from shared.model.experts import multiply, route
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear, quantize_weight
 from shared.model.packed_weights import Packer
+from shared.model.weights import ExpertsWeights, MlpWeights
 from tests.kernels.cpu.prototypes import kernel
+from tests.unit.model.dense_ops import DenseOps
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ SHAPES = [
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-def experts_of(shape: Shape) -> Experts[Linear]:
+def experts_of(shape: Shape) -> ExpertsWeights[Linear]:
     generator = torch.Generator().manual_seed(5)
 
     def linear(n: int, k: int) -> Linear:
@@ -63,11 +65,14 @@ def experts_of(shape: Shape) -> Experts[Linear]:
         order_K = torch.randperm(k, generator=generator) if shape.order else None
         return replace(layer, bias_N=bias_N, order_K=order_K, is_weight_only=shape.weight_only)
 
-    experts = range(shape.num_experts)
-    return Experts(
+    def expert() -> MlpWeights[Linear]:
+        return MlpWeights(
+            gate_up_proj=linear(2 * shape.size, shape.hidden), down_proj=linear(shape.hidden, shape.size)
+        )
+
+    return ExpertsWeights(
         router=linear(shape.num_experts, shape.hidden),
-        gate_up_E=tuple(linear(2 * shape.size, shape.hidden) for _ in experts),
-        down_E=tuple(linear(shape.hidden, shape.size) for _ in experts),
+        experts=tuple(expert() for _ in range(shape.num_experts)),
         top_k=shape.top_k,
         is_normalized=shape.normalized,
     )
@@ -76,16 +81,21 @@ def experts_of(shape: Shape) -> Experts[Linear]:
 class Packed:
     """Experts as the decoder packs them."""
 
-    def __init__(self, team: Team, experts: Experts[Linear]) -> None:
+    def __init__(self, team: Team, weights: ExpertsWeights[Linear]) -> None:
         self._packer = Packer(team)
-        self._desc = self._packer.experts(
-            replace(
-                experts,  # type: ignore[arg-type]
-                router=self._packer.linear(experts.router),
-                gate_up_E=tuple(self._packer.linear(each, is_gate_up=True) for each in experts.gate_up_E),
-                down_E=tuple(self._packer.linear(each) for each in experts.down_E),
-            )
+        packed = ExpertsWeights(
+            router=self._packer.linear(weights.router),
+            experts=tuple(
+                MlpWeights(
+                    gate_up_proj=self._packer.linear(each.gate_up_proj, is_gate_up=True),
+                    down_proj=self._packer.linear(each.down_proj),
+                )
+                for each in weights.experts
+            ),
+            top_k=weights.top_k,
+            is_normalized=weights.is_normalized,
         )
+        self._desc = self._packer.experts(packed)
 
     def add(
         self, team: Team, x_MD: torch.Tensor, scores_ME: torch.Tensor, residual_MD: torch.Tensor
@@ -111,21 +121,24 @@ def test_it_is_near_its_definition(team: Team, shape: Shape, m: int) -> None:
     experts = experts_of(shape)
     x_MD, scores_ME, residual_MD = inputs_of(shape, m)
     actual = Packed(team, experts).add(team, x_MD, scores_ME, residual_MD) - residual_MD
-    expected = multiply(x_MD.float(), scores_ME, widened(experts))
+    expected = multiply(x_MD.float(), scores_ME, widened(experts), DenseOps(0))
     assert actual.shape == expected.shape
     error = (actual - expected).norm() if m else torch.zeros(())
     assert error <= (0.02 if shape.bits < 16 and not shape.weight_only else 0.004) * expected.norm()
 
 
-def widened(experts: Experts[Linear]) -> Experts[Linear]:
+def widened(weights: ExpertsWeights[Linear]) -> ExpertsWeights[Linear]:
     def of(linear: Linear) -> Linear:
         if isinstance(linear, QuantizedLinear):
             return linear
         bias_N = None if linear.bias_N is None else linear.bias_N.float()
         return DenseLinear(weight_NK=linear.weight_NK.float(), bias_N=bias_N)
 
-    wide = tuple(map(of, experts.gate_up_E)), tuple(map(of, experts.down_E))
-    return replace(experts, gate_up_E=wide[0], down_E=wide[1])
+    experts = (
+        MlpWeights(gate_up_proj=of(each.gate_up_proj), down_proj=of(each.down_proj))
+        for each in weights.experts
+    )
+    return replace(weights, experts=tuple(experts))
 
 
 @settings(max_examples=12, deadline=None)
@@ -166,14 +179,16 @@ def test_of_equal_scores_the_lower_index_is_chosen_and_nan_is_chosen_last(team: 
 
     experts = replace(
         experts_of(shape),
-        gate_up_E=(constant(32, 1.0),) * 18,
-        down_E=tuple(constant(16, float(e)) for e in indices),
+        experts=tuple(
+            MlpWeights(gate_up_proj=constant(32, 1.0), down_proj=constant(16, float(e))) for e in indices
+        ),
     )
     sums = Packed(team, experts).add(team, x_MD, scores_ME, torch.zeros(4, 16))
     assert torch.equal(sums[0], sums[0, :1].expand(16))
     torch.testing.assert_close(sums[:2, 0], torch.tensor([(1 + 7 + 13) / 3, (5 + 17) / 2]))
     assert sums[2:].isnan().all()
-    assert route(scores_ME, 3, is_normalized=True)[0].tolist()[:2] == [[1, 7, 13], [5, 17, 0]]
+    chosen_MK = route(scores_ME, 3, is_normalized=True)[0]
+    assert chosen_MK.tolist() == [[1, 7, 13], [5, 17, 0], [0, 1, 2], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -45,6 +45,7 @@ MODELS = {
     "qwen2": {},
     "qwen3": {"num_hidden_layers": 1},
 }
+MIXTURES = {"qwen3moe": {"num_key_value_heads": 1}, "olmoe": {"attention_bias": True}, "mixtral": {}}
 BF16_FACTOR = 1.1
 """The native path rounds to bf16 in a subset of the places where torch does: its residual stream stays float32."""
 
@@ -61,7 +62,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         folder = root / name
         architecture = name.split("_")[0]
         return (
-            folder if folder.exists() else make_model(folder, architecture, dtype="bfloat16", **MODELS[name])
+            folder
+            if folder.exists()
+            else make_model(folder, architecture, dtype="bfloat16", **(MODELS | MIXTURES)[name])
         )
 
     return make
@@ -101,11 +104,25 @@ def test_it_is_as_close_to_float32_as_torch_is(folder_of: Callable[[str], Path],
     assert by_torch < 0.1, "bf16 is what differs"
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_are_as_close_to_float32_as_torch_is(folder_of: Callable[[str], Path], name: str) -> None:
+    """Of the median row: in a few, rounding decides between two experts of nearly the same score."""
+    folder = folder_of(name)
+    with rig(folder, "torch", torch.float32) as path:
+        exact = logits_of_every_kind(path)
+    errors = {}
+    for kernels in ("torch", "native"):
+        with rig(folder, kernels) as path:
+            rows = (logits_of_every_kind(path) - exact).square().mean(1).sqrt()
+            errors[kernels] = float(rows.median() / exact.std())
+    assert errors["native"] < BF16_FACTOR * errors["torch"] < 0.1
+
+
 def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).square().mean().sqrt() / exact.std())
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", *MIXTURES])
 def test_a_rows_logits_depend_on_nothing_else(folder_of: Callable[[str], Path], name: str) -> None:
     """Alone or in a batch, in one chunk or several: the same bits."""
     ids = prompts(7)

@@ -184,8 +184,8 @@ def test_eos_token_ids_are_the_union_of_both_files(
     ("change", "named"),
     [
         (
-            {"architectures": ["MixtralForCausalLM"]},
-            ["MixtralForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
+            {"architectures": ["FalconForCausalLM"]},
+            ["FalconForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
         ),
         ({"architectures": []}, ["architectures"]),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes"]),

@@ -111,5 +111,6 @@ def test_bfloat16_loads_and_stays_near_float32(model_folder: ModelFolder, archit
     assert decoder.weights.embed_VD.dtype == torch.bfloat16
     logits, reference = logits_in_chunks(decoder, ids, [20]), reference_logits(folder, ids)
     assert logits.dtype == torch.float32
-    error = (logits - reference).norm() / reference.norm()
+    # Of the median token, since others may have chosen another expert of nearly the same score.
+    error = ((logits - reference).norm(dim=1) / reference.norm(dim=1)).median()
     assert error < 0.1

@@ -30,6 +30,7 @@ class Decoder {
   void keep_wanted(float*& residual, bf16*& attended);
   void attend(const BatchDesc&, const KVPages&, const bf16* q, bf16* out);
   void mlp(const LayerDesc&, float* residual, int64_t num_rows);
+  void experts(const LayerDesc&, float* residual, int64_t num_rows);
   Codes codes_of(int64_t m, const PackedLinear&);
   const bf16* in_order(const bf16* x, int64_t m, const PackedLinear&);
   Rows normed(const float* residual, int64_t m, const float* weight, const PackedLinear& reader);
@@ -44,6 +45,8 @@ class Decoder {
   Scratch<float> residual_, wanted_residual_, rotary_;
   Scratch<bf16> normed_, wide_, q_, attended_, ordered_;
   CodesScratch codes_;
+  Scratch<float> scores_;
+  Experts experts_;
 };
 
 KVPages Decoder::pages_of(int64_t layer) const {
@@ -110,8 +113,8 @@ Status Decoder::forward(const BatchDesc& batch) {
     const bool is_last = i + 1 == model_.num_layers;
     bf16* qkv = wide_.of(num_tokens * qkv_size());
     linear(team_, normed(residual, num_tokens, layer.attention_norm, layer.qkv), num_tokens, layer.qkv, qkv);
-    norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps}, rotary, pages,
-                    pages_.data(), offsets_.data(), q);
+    norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps, layer.whole_qk != 0},
+                    rotary, pages, pages_.data(), offsets_.data(), q);
     int64_t num_rows = num_tokens;
     if (is_last && (num_rows = num_wanted) == 0) {
       __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
@@ -120,7 +123,8 @@ Status Decoder::forward(const BatchDesc& batch) {
     attend(batch, pages, q, attended);
     if (is_last) keep_wanted(residual, attended);
     linear_add(team_, rows_of(attended, num_rows, layer.o), num_rows, layer.o, residual);
-    mlp(layer, residual, num_rows);
+    if (layer.experts) experts(layer, residual, num_rows);
+    else mlp(layer, residual, num_rows);
     __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
   }
   if (batch.num_sampled > 0) logits(residual, batch.num_sampled, batch.logits);
@@ -156,6 +160,14 @@ void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {
   const Rows x = normed(residual, num_rows, layer.mlp_norm, layer.gate_up);
   linear_silu_mul(team_, x, num_rows, layer.gate_up, product);
   linear_add(team_, rows_of(product, num_rows, layer.down), num_rows, layer.down, residual);
+}
+
+void Decoder::experts(const LayerDesc& layer, float* residual, int64_t num_rows) {
+  const ExpertsDesc& experts = *layer.experts;
+  const Rows x = normed(residual, num_rows, layer.mlp_norm, experts.router);
+  float* const scores = scores_.of(num_rows * experts.num_experts);
+  linear_float(team_, x, num_rows, experts.router, scores);
+  experts_.add(team_, experts, x.values, scores, num_rows, residual);
 }
 
 void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {

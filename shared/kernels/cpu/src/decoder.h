@@ -3,6 +3,7 @@
 // The slow twin is shared/model/decoder.py. shared/kernels/cpu/decoder.py has the same structs, field by field.
 #pragma once
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "threads.h"
 #include "vec.h"
@@ -13,7 +14,10 @@ struct LayerDesc {
   const float* attention_norm;  // [hidden_size]
   const float* mlp_norm;        // [hidden_size]
   const float* qk_norm;         // [num_heads + num_kv_heads][head_dim], or null
-  PackedLinear qkv, o, gate_up, down;
+  PackedLinear qkv, o;
+  int64_t whole_qk;              // 1: qk_norm norms all heads of q as one row, and all of k
+  PackedLinear gate_up, down;    // of a dense MLP
+  const ExpertsDesc* experts;    // null: the MLP is dense
 };
 
 struct DecoderDesc {

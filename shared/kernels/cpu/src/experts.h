@@ -14,7 +14,7 @@ namespace baton {
 
 // All experts have weights of the same sizes, bits and groups. They may have different orders of inputs.
 struct ExpertsDesc {
-  PackedLinear router;          // [num_experts][hidden_size]
+  PackedLinear router;          // [num_experts][hidden_size], bf16
   const PackedLinear* gate_up;  // [num_experts], packed for linear_silu_mul
   const PackedLinear* down;     // [num_experts]
   int64_t num_experts, top_k;

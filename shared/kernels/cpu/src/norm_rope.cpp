@@ -72,9 +72,9 @@ void write_row(const KVPages& kv, char* to, int64_t offset, const bf16* x) {
 }
 
 // Applies the norm (if `weight` is given) and the rotation to one head.
-void norm_rope(const bf16* x, int64_t head_dim, const float* weight, float eps, const float* cos_sin, bf16* out) {
+void norm_rope(const bf16* x, int64_t head_dim, const float* weight, float norm, const float* cos_sin, bf16* out) {
   const int64_t half = head_dim / 2;
-  const __m512 scale = _mm512_set1_ps(weight ? inverse_rms(x, head_dim, eps) : 1.0f);
+  const __m512 scale = _mm512_set1_ps(norm);
   for (int64_t i = 0; i < half; i += 16) {
     const __mmask16 lanes = lanes_below(half, i);
     __m512 first = load_lanes(x + i, lanes), second = load_lanes(x + half + i, lanes);
@@ -150,9 +150,16 @@ void norm_rope_write(Team& team, const bf16* qkv, int64_t T, int64_t num_heads, 
   each_token(team, T, [&](int64_t t) {
     const bf16* x = qkv + t * width;
     const float* token_cos_sin = cos_sin + t * D;
+    float of_q = 1.0f, of_k = 1.0f;
+    if (norm.is_whole) {
+      of_q = inverse_rms(x, num_heads * D, norm.eps);
+      of_k = inverse_rms(x + num_heads * D, K * D, norm.eps);
+    }
     const auto rotate = [&](int64_t head, bf16* out) {
-      const float* weight = norm.weight ? norm.weight + head * D : nullptr;
-      norm_rope(x + head * D, D, weight, norm.eps, token_cos_sin, out);
+      const bf16* const from = x + head * D;
+      if (norm.weight == nullptr) return norm_rope(from, D, nullptr, 1.0f, token_cos_sin, out);
+      const float scale = !norm.is_whole ? inverse_rms(from, D, norm.eps) : head < num_heads ? of_q : of_k;
+      norm_rope(from, D, norm.weight + head * D, scale, token_cos_sin, out);
     };
     for (int64_t head = 0; head < num_heads; head++) rotate(head, q + (t * num_heads + head) * D);
     for (int64_t head = 0; head < K; head++) {

@@ -23,6 +23,7 @@ void rotary_cos_sin(Team&, const int64_t* positions, int64_t T, const float* wav
 struct QkNorm {
   const float* weight;  // [num_heads + num_kv_heads][head_dim], or null where the model has none
   float eps;
+  bool is_whole = false;  // all heads of q are normed as one row, and all of k
 };
 
 // The heads of qkv [T][num_heads + 2 * num_kv_heads][head_dim], normed if the model does, then q and k rotated
