@@ -94,7 +94,7 @@ def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile |
 
 @dataclass(frozen=True, slots=True)
 class TritonTokens:
-    """What a batch does with tokens before and behind the layers, in at most four kernels.
+    """What a batch does with tokens before and behind the layers, in at most seven kernels.
 
     What is drawn depends on a row's logits and parameters alone. `block` and `few` decide about time, not results.
     """
@@ -126,7 +126,7 @@ class TritonTokens:
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
-        """Biases and vocab masks where a row has one, then one kernel that draws and stores."""
+        """Biases and vocab masks where a row has one, then the kernels that draw and store."""
         biases, masked, mask = inputs.biases, inputs.masked, inputs.vocab_mask
         if biases is not None or masked is not None:
             adjust.add_biases(

@@ -45,6 +45,7 @@ QWEN2, QWEN3 = {"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["Qwen
 FORWARDS: list[tuple[list[Extend], list[tuple[int, int]]]] = [
     *(([Extend(0, 0, [0] * length)], []) for length in (1, 16, 256, 2048)),
     ([], [(0, 40)]),
+    ([], [(0, 4000)]),
     ([Extend(0, 3, [0, 0])], [(1, 7), (2, 70)]),
 ]
 """An argument of 1 would be a constant, and the binary another one."""

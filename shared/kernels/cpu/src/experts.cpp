@@ -33,14 +33,14 @@ void choose(const float* scores, int64_t num_experts, int64_t top_k, int32_t* ch
 
 // scores[e] = exp(scores[e] - most). Returns their sum.
 float exponentials(float* scores, int64_t num_experts, float most) {
-  __m512 sum = _mm512_setzero_ps();
+  Floats sum = floats(0.0f);
   for (int64_t e = 0; e < num_experts; e += 16) {
-    const __mmask16 lanes = lanes_below(num_experts, e);
-    const __m512 values = exp16(_mm512_sub_ps(load_lanes(scores + e, lanes), _mm512_set1_ps(most)));
+    const Lanes lanes = lanes_below(num_experts, e);
+    const Floats values = exp16(load_lanes(scores + e, lanes) - floats(most));
     store_lanes(scores + e, lanes, values);
-    sum = _mm512_mask_add_ps(sum, lanes, sum, values);
+    sum = sum + where(lanes, values);
   }
-  return _mm512_reduce_add_ps(sum);
+  return sum_lanes(sum);
 }
 
 // residual[token of the slot] += weight of the slot * (y + bias).
@@ -52,12 +52,12 @@ struct AddWeighted {
   int64_t n;
 
   void operator()(int64_t slot, int64_t panel, const float* y) const {
-    const __m512 weight = _mm512_set1_ps(weights[slot]);
+    const Floats weight = floats(weights[slot]);
     for (int64_t i = 0, column = panel * kPanel; i < kPanel; i += 16, column += 16) {
-      const __mmask16 lanes = lanes_below(n, column);
+      const Lanes lanes = lanes_below(n, column);
       float* const place = residual + tokens[slot] * n + column;
-      const __m512 sum = with_bias(y + i, bias, column, lanes);
-      store_lanes(place, lanes, _mm512_fmadd_ps(weight, sum, load_lanes(place, lanes)));
+      const Floats sum = with_bias(y + i, bias, column, lanes);
+      store_lanes(place, lanes, fmadd(weight, sum, load_lanes(place, lanes)));
     }
   }
 };

@@ -4,9 +4,9 @@
 
 #include "linear.h"
 #include "linear_amx.h"
-#include "linear_avx512.h"
 #include "linear_int8.h"
 #include "linear_int8_amx.h"
+#include "linear_vectors.h"
 #include "linear_weight_only.h"
 
 namespace baton {
@@ -46,7 +46,7 @@ void values_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, co
 #ifdef BATON_HAS_AMX
   if (amx::usable(k)) return amx::rows_times_panel(x, begin, end, k, weights, finish);
 #endif
-  avx512::rows_times_panel(x, begin, end, k, weights, reinterpret_cast<const bf16*>(next), finish);
+  vectors::rows_times_panel(x, begin, end, k, weights, reinterpret_cast<const bf16*>(next), finish);
 }
 
 template <int Bits, class Finish>
