@@ -182,7 +182,7 @@ def quantize_folder(dense: Path, folder: Path, how: tuple[dict[str, Any], Quanti
     tensors, stands_for = Tensors(), Tensors()
     for name, tensor in load_file(dense / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.endswith("_proj"):
+        if layer.endswith(("_proj", ".w1", ".w2", ".w3")):
             packed, stands_for[name] = quantize(tensor.float())
             tensors |= {f"{layer}.{each}": value.contiguous() for each, value in packed.items()}
         else:

@@ -43,22 +43,40 @@ class LinearDesc(ctypes.Structure):
     )
 
 
-class LayerDesc(ctypes.Structure):
-    """A layer. Norms are float32. `qk_norm` is null where the model has none."""
+class ExpertsDesc(ctypes.Structure):
+    """A sparse MLP. `gate_up` and `down` are arrays of LinearDesc, one for each expert."""
 
     _fields_ = (
-        ("input_norm", _Pointer),
-        ("post_attention_norm", _Pointer),
+        ("router", LinearDesc),
+        ("gate_up", _Pointer),
+        ("down", _Pointer),
+        ("num_experts", _Int),
+        ("top_k", _Int),
+        ("normalized", _Int),
+    )
+
+
+class LayerDesc(ctypes.Structure):
+    """A layer. Norms are float32. `qk_norm` is null where the model has none, and 1 in `whole_qk` norms q as a whole.
+
+    `experts` points to an ExpertsDesc, or is null where the MLP is dense.
+    """
+
+    _fields_ = (
+        ("attention_norm", _Pointer),
+        ("mlp_norm", _Pointer),
         ("qk_norm", _Pointer),
         ("qkv", LinearDesc),
         ("o", LinearDesc),
+        ("whole_qk", _Int),
         ("gate_up", LinearDesc),
         ("down", LinearDesc),
+        ("experts", _Pointer),
     )
 
 
 class DecoderDesc(ctypes.Structure):
-    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and frequencies float32."""
+    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and waves float32."""
 
     _fields_ = (
         ("vocab_size", _Int),
@@ -67,9 +85,8 @@ class DecoderDesc(ctypes.Structure):
         ("num_heads", _Int),
         ("num_kv_heads", _Int),
         ("head_dim", _Int),
-        ("intermediate_size", _Int),
         ("rms_norm_eps", ctypes.c_float),
-        ("rotary_frequencies", _Pointer),
+        ("rotary_waves", _Pointer),
         ("embed", _Pointer),
         ("norm", _Pointer),
         ("lm_head", LinearDesc),

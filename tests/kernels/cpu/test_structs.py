@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
-from shared.kernels.cpu.decoder import BatchDesc, DecoderDesc, KVPool, LayerDesc, LinearDesc
+from shared.kernels.cpu.decoder import BatchDesc, DecoderDesc, ExpertsDesc, KVPool, LayerDesc, LinearDesc
 from shared.kernels.cpu.library import SRC
 from shared.kernels.cpu.sampling import Sampling
 from tests.kernels.cpu.linear import CodesDesc, RowsDesc
@@ -18,6 +18,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Codes": CodesDesc,
     "PackedLinear": LinearDesc,
     "Rows": RowsDesc,
+    "ExpertsDesc": ExpertsDesc,
     "LayerDesc": LayerDesc,
     "DecoderDesc": DecoderDesc,
     "KVPool": KVPool,

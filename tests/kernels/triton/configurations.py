@@ -290,7 +290,7 @@ OTHERS = [
     Configuration(
         name="rotary",
         kernel=rope.rotary_kernel,
-        types=pointers("i64", "positions") | pointers("fp32", "frequencies") | pointers("bf16", "cos", "sin"),
+        types=pointers("i64", "positions") | pointers("fp32", "waves") | pointers("bf16", "cos", "sin"),
         constants={"R": 64, "BLOCK": 64},
         options=same_everywhere(num_warps=1, enable_fp_fusion=False),
         min_wide_loads=0,

@@ -63,10 +63,10 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
     stands_for = load_file(folders[name] / "dense" / "model.safetensors")
     for i, layer in enumerate(load(folders[name]).layers):
         for linear, parts in (
-            (layer.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            (layer.o_proj, ("self_attn.o_proj",)),
-            (layer.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj")),
-            (layer.down_proj, ("mlp.down_proj",)),
+            (layer.attention.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (layer.attention.o_proj, ("self_attn.o_proj",)),
+            (layer.mlp.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj")),
+            (layer.mlp.down_proj, ("mlp.down_proj",)),
         ):
             wanted = torch.cat([stands_for[f"model.layers.{i}.{part}.weight"] for part in parts])
             if name.startswith("fp8"):
@@ -87,7 +87,10 @@ def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, 
     assert weights_nbytes(kept, torch.bfloat16) < weights_nbytes(config, torch.bfloat16)
     stands_for = load_file(folders[name] / "dense" / "model.safetensors")
     for i, layer in enumerate(weights.layers):
-        for part, linear in (("self_attn.o_proj", layer.o_proj), ("mlp.down_proj", layer.down_proj)):
+        for part, linear in (
+            ("self_attn.o_proj", layer.attention.o_proj),
+            ("mlp.down_proj", layer.mlp.down_proj),
+        ):
             wanted = stands_for[f"model.layers.{i}.{part}.weight"]
             if name == "fp8-block" and wanted.shape[1] % 48:
                 assert isinstance(linear, DenseLinear)
@@ -223,7 +226,7 @@ def test_a_scale_without_an_axis_and_a_shape_of_32_bits(folders: dict[str, Path]
         as_written = {each: other(value) if each.endswith(part) else value for each, value in tensors.items()}
         save_file(as_written, folder / "model.safetensors")
         for ours, theirs in zip(load(folder).layers, load(folders[name]).layers, strict=True):
-            assert torch.equal(ours.down_proj.multiply(X), theirs.down_proj.multiply(X))
+            assert torch.equal(ours.mlp.down_proj.multiply(X), theirs.mlp.down_proj.multiply(X))
 
 
 WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
@@ -291,9 +294,11 @@ def test_groups_of_layers_and_what_is_ignored(folders: dict[str, Path], tmp_path
     save_file(attention | mlp | of_layer_2, folder / "model.safetensors")
     layers = load(folder).layers
     for layer in layers[:2]:
-        assert isinstance(layer.qkv_proj, QuantizedLinear) and layer.qkv_proj.bits == 8
-        assert isinstance(layer.down_proj, QuantizedLinear) and layer.down_proj.bits == 4
-    assert isinstance(layers[2].qkv_proj, DenseLinear) and isinstance(layers[2].gate_up_proj, DenseLinear)
+        assert isinstance(layer.attention.qkv_proj, QuantizedLinear) and layer.attention.qkv_proj.bits == 8
+        assert isinstance(layer.mlp.down_proj, QuantizedLinear) and layer.mlp.down_proj.bits == 4
+    assert isinstance(layers[2].attention.qkv_proj, DenseLinear) and isinstance(
+        layers[2].mlp.gate_up_proj, DenseLinear
+    )
 
 
 def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -340,6 +345,6 @@ def test_zeros_of_gptq_wrap_around(folders: dict[str, Path], tmp_path: Path) -> 
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.qzeros"].fill_(-1)
     save_file(tensors, folder / "model.safetensors")
-    down_proj = load(folder).layers[0].down_proj
+    down_proj = load(folder).layers[0].mlp.down_proj
     assert isinstance(down_proj, QuantizedLinear) and down_proj.zeros_NG is not None
     assert not down_proj.zeros_NG.any()

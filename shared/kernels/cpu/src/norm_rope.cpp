@@ -60,15 +60,14 @@ void write_row(const KVPages& kv, char* to, int64_t offset, const bf16* x) {
   float scale;
   int32_t sum;
   const Codes codes{reinterpret_cast<int8_t*>(row), &scale, &sum, kv.head_dim, kv.head_dim, nullptr};
-  quantize_row(codes, 0, [&](int64_t i) { return load_lanes(x + i, lanes_below(kv.head_dim, i)); },
-               [&](int64_t i) { return to_float(x[i]); });
+  quantize_row(codes, 0, x);
   std::memcpy(to + kv.rows_nbytes() + offset * int64_t(sizeof scale), &scale, sizeof scale);
 }
 
 // Applies the norm (if `weight` is given) and the rotation to one head.
-void norm_rope(const bf16* x, int64_t head_dim, const float* weight, float eps, const float* cos_sin, bf16* out) {
+void norm_rope(const bf16* x, int64_t head_dim, const float* weight, float norm, const float* cos_sin, bf16* out) {
   const int64_t half = head_dim / 2;
-  const Floats scale = floats(weight ? inverse_rms(x, head_dim, eps) : 1.0f);
+  const Floats scale = floats(norm);
   for (int64_t i = 0; i < half; i += 16) {
     const Lanes lanes = lanes_below(half, i);
     Floats first = load_lanes(x + i, lanes), second = load_lanes(x + half + i, lanes);
@@ -123,17 +122,17 @@ void rms_norm(Team& team, const float* x, int64_t T, int64_t size, const float* 
   });
 }
 
-void rotary_cos_sin(Team& team, const int64_t* positions, int64_t T, const float* frequencies, int64_t half,
-                    float* cos_sin) {
+void rotary_cos_sin(Team& team, const int64_t* positions, int64_t T, const float* waves, int64_t half, float* cos_sin) {
   each_token(team, T, [&](int64_t t) {
     const Floats position = floats(float(positions[t]));
     float* place = cos_sin + t * 2 * half;
     for (int64_t i = 0; i < half; i += 16) {
       const Lanes lanes = lanes_below(half, i);
       Floats cosine, sine;
-      cos_sin16(position * load_lanes(frequencies + i, lanes), cosine, sine);
-      store_lanes(place + i, lanes, cosine);
-      store_lanes(place + half + i, lanes, sine);
+      cos_sin16(position * load_lanes(waves + i, lanes), cosine, sine);
+      const Floats amplitude = load_lanes(waves + half + i, lanes);
+      store_lanes(place + i, lanes, cosine * amplitude);
+      store_lanes(place + half + i, lanes, sine * amplitude);
     }
   });
 }
@@ -144,9 +143,16 @@ void norm_rope_write(Team& team, const bf16* qkv, int64_t T, int64_t num_heads, 
   each_token(team, T, [&](int64_t t) {
     const bf16* x = qkv + t * width;
     const float* token_cos_sin = cos_sin + t * D;
+    float of_q = 1.0f, of_k = 1.0f;
+    if (norm.is_whole) {
+      of_q = inverse_rms(x, num_heads * D, norm.eps);
+      of_k = inverse_rms(x + num_heads * D, K * D, norm.eps);
+    }
     const auto rotate = [&](int64_t head, bf16* out) {
-      const float* weight = norm.weight ? norm.weight + head * D : nullptr;
-      norm_rope(x + head * D, D, weight, norm.eps, token_cos_sin, out);
+      const bf16* const from = x + head * D;
+      if (norm.weight == nullptr) return norm_rope(from, D, nullptr, 1.0f, token_cos_sin, out);
+      const float scale = !norm.is_whole ? inverse_rms(from, D, norm.eps) : head < num_heads ? of_q : of_k;
+      norm_rope(from, D, norm.weight + head * D, scale, token_cos_sin, out);
     };
     for (int64_t head = 0; head < num_heads; head++) rotate(head, q + (t * num_heads + head) * D);
     for (int64_t head = 0; head < K; head++) {
@@ -178,9 +184,9 @@ extern "C" void baton_rms_norm_codes(Team* team, const float* x, int64_t T, int6
   baton::rms_norm(*team, x, T, size, weight, eps, *out);
 }
 
-extern "C" void baton_rotary_cos_sin(Team* team, const int64_t* positions, int64_t T, const float* frequencies,
-                                     int64_t half, float* cos_sin) {
-  baton::rotary_cos_sin(*team, positions, T, frequencies, half, cos_sin);
+extern "C" void baton_rotary_cos_sin(Team* team, const int64_t* positions, int64_t T, const float* waves, int64_t half,
+                                     float* cos_sin) {
+  baton::rotary_cos_sin(*team, positions, T, waves, half, cos_sin);
 }
 
 extern "C" void baton_norm_rope_write(Team* team, const bf16* qkv, int64_t T, int64_t num_heads, int64_t num_kv_heads,

@@ -53,6 +53,12 @@ void quantize_row(const Codes& to, int64_t row, Values&& values, At&& at) {
   }
 }
 
+// The codes of a row x [k].
+inline void quantize_row(const Codes& to, int64_t row, const bf16* x) {
+  quantize_row(to, row, [&](int64_t i) { return load_lanes(x + i, lanes_below(to.k, i)); },
+               [&](int64_t i) { return to_float(x[i]); });
+}
+
 void quantize(Team&, const bf16* x, int64_t m, const Codes& to);  // x [m][k]
 
 }  // namespace baton
