@@ -202,7 +202,6 @@ def _mean_stages(done: Sequence[Outcome]) -> dict[StartStage, float]:
 
 _CAUSE_OF = {
     StartStage.DISPATCH: Bottleneck.ROUTER,
-    StartStage.TURN: Bottleneck.ROUTER,
     StartStage.FAILOVER: Bottleneck.ROUTER,
     StartStage.RESERVATION: Bottleneck.DECODE_PAGES,
     StartStage.FETCH: Bottleneck.LINKS,

@@ -96,11 +96,6 @@ def create_app(service: Service) -> ASGIApp:
         "Sequences that wait for their first token, in all queues.",
         lambda: limit.num_queued,
     )
-    service.metrics.watch_own(
-        "baton:num_held_reqs",
-        "Those of them that the router holds until it is their turn among the API keys.",
-        lambda: service.dispatcher.queue.num_without_turn,
-    )
     app: ASGIApp = JsonBodies(HeadAsGet(create_api(service)), service.http.limits.max_body_bytes)
     app = QueueGate(app, limit, _QUEUED)
     app = ApiKeyCheck(app, service.keys)

@@ -197,11 +197,6 @@ class FleetView:
         """All nodes that take work now."""
         return [*self.live(Role.PREFILL), *self.live(Role.DECODE)]
 
-    @property
-    def prefilling(self) -> Sequence[Node]:
-        """The nodes that compute prompts: the prefill nodes, or the decode nodes where there are none."""
-        return self.live(Role.PREFILL) or self.live(Role.DECODE)
-
     def with_room(self, role: Role, num_tokens: int) -> list[Node]:
         """The nodes on which one sequence may have so many tokens; shunned ones where there are no others."""
         roomy = [node for node in self.live(role) if room(node) >= num_tokens]

@@ -145,9 +145,8 @@ class RunningReq:
     what it has been through. `moving` is the next attempt while a move is under way, and `left` the one that ended
     with the last move, of which tokens before the position `left_until` may still come. `wake` is called when there
     are new tokens, or the end. `rid` is the client's name of the request, for the log; `numerics` is what its output
-    so far was computed with. It had waited for nodes for `waited_s` before. `api_key` is the number of the client's
-    key if several share the fleet, and `turn_s` is how long it waited for its turn among them. `start` is known once
-    the nodes have reported every stage up to the second token.
+    so far was computed with. It had waited for nodes for `waited_s` before. `start` is known once the nodes have
+    reported every stage up to the second token.
     """
 
     def __init__(
@@ -159,7 +158,6 @@ class RunningReq:
         now: float,
         rid: str = "",
         waited_s: float = 0.0,
-        api_key: int | None = None,
     ) -> None:
         self.rid = rid or key.rid
         self.numerics: Numerics | None = None
@@ -178,8 +176,6 @@ class RunningReq:
         self.error: RequestError | None = None
         self.started_at = now
         self.waited_s = waited_s
-        self.api_key = api_key
-        self.turn_s = 0.0
         self.start: Start | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None

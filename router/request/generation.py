@@ -226,7 +226,6 @@ class GenerationGroup:
                         in_time=self._places is not None and generation is self.generations[0],
                         rid=prompt.rid,
                         waited_s=waited_s,
-                        api_key=self._places.api_key if self._places is not None else None,
                     )
                 break
             except RequestError as e:

@@ -12,7 +12,6 @@ its sequences or not at all. Each router process has its own bound. Priorities d
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Set
 from types import TracebackType
 from typing import Annotated
@@ -21,13 +20,9 @@ from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.dispatch.waiting_queue import WaitingQueue, retry_after_s
-from router.http.api_keys import api_key_of, cache_owner_of
+from router.http.api_keys import cache_owner_of
 from router.http.responses import refuse
 from shared.errors import RequestError
-
-SHARE_OF_FREE = 4
-"""A key has at most so many times the places that are free: one key 4/5 of all, so that others find some (the dynamic
-thresholds of Choudhury and Hahne 1998)."""
 
 _PLACES = "queue_places"
 
@@ -39,46 +34,42 @@ class QueueLimit:
         self._queue = queue
         self._max_queued = max_queued
         self._on_rejected = on_rejected
-        self._held: Counter[int | None] = Counter()
+        self._num_held = 0
 
     @property
     def num_queued(self) -> int:
         """Sequences without a first token, dispatched or not."""
-        return self._held.total() + len(self._queue)
+        return self._num_held + len(self._queue)
 
-    def places(self, api_key: int | None = None, cache_owner: bytes = b"") -> QueuePlaces:
+    def places(self, cache_owner: bytes = b"") -> QueuePlaces:
         """The places of one request, a context. Raises RequestError when the queue is full.
 
-        `api_key` is the number of the client's key, if several share the fleet, `cache_owner` ApiKeys.cache_owner.
+        `cache_owner` is ApiKeys.cache_owner of the client.
         """
-        self._check(1, api_key)
-        return QueuePlaces(self, api_key, cache_owner)
+        self._check(1)
+        return QueuePlaces(self, cache_owner)
 
-    def hold(self, num_sequences: int, api_key: int | None) -> None:
+    def hold(self, num_sequences: int) -> None:
         """Take places. Raises RequestError, and takes none, when too few are free."""
         if num_sequences > self._max_queued:
             raise RequestError(
                 f"{num_sequences} sequences in one request; at most {self._max_queued} may wait at a time "
                 "(--max-queued-requests)"
             )
-        self._check(num_sequences, api_key)
-        self._held[api_key] += num_sequences
+        self._check(num_sequences)
+        self._num_held += num_sequences
 
-    def release(self, num_sequences: int, api_key: int | None) -> None:
+    def release(self, num_sequences: int) -> None:
         """Free places that `hold` took."""
-        self._held[api_key] -= num_sequences
+        self._num_held -= num_sequences
 
-    def _check(self, num_sequences: int, api_key: int | None) -> None:
+    def _check(self, num_sequences: int) -> None:
         num_queued = self.num_queued
-        num_own = self._held[api_key] + self._queue.num_of(api_key) if api_key is not None else 0
-        has_share = not num_own or num_own + num_sequences <= SHARE_OF_FREE * (self._max_queued - num_queued)
-        if has_share and num_queued + num_sequences <= self._max_queued:
+        if num_queued + num_sequences <= self._max_queued:
             return
         self._on_rejected()
         num_free = max(self._max_queued - num_queued, 0)
-        if not has_share:
-            why = f"this API key has {num_own} of {self._max_queued} places in the queue, and {num_free} are free"
-        elif num_free == 0:
+        if num_free == 0:
             why = f"the queue is full: all {self._max_queued} places are taken"
         else:
             why = f"{num_sequences} places in the queue are needed, and {num_free} of {self._max_queued} are free"
@@ -93,9 +84,9 @@ class QueueLimit:
 class QueuePlaces:
     """The places that one request holds, each until its sequence is dispatched or the with block ends."""
 
-    def __init__(self, limit: QueueLimit, api_key: int | None, cache_owner: bytes) -> None:
+    def __init__(self, limit: QueueLimit, cache_owner: bytes) -> None:
         self._limit = limit
-        self.api_key, self.cache_owner = api_key, cache_owner
+        self.cache_owner = cache_owner
         self._num_held = 0
 
     def __enter__(self) -> QueuePlaces:
@@ -105,20 +96,20 @@ class QueuePlaces:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Free the places of sequences that were not dispatched."""
-        self._limit.release(self._num_held, self.api_key)
+        self._limit.release(self._num_held)
         self._num_held = 0
 
     def hold(self, num_sequences: int) -> None:
         """Take places, once. Raises RequestError with status 429 when too few are free."""
         assert self._num_held == 0
-        self._limit.hold(num_sequences, self.api_key)
+        self._limit.hold(num_sequences)
         self._num_held = num_sequences
 
     def dispatched(self) -> None:
         """Free the place of a sequence that the WaitingQueue now has."""
         assert self._num_held > 0
         self._num_held -= 1
-        self._limit.release(1, self.api_key)
+        self._limit.release(1)
 
 
 class QueueGate:
@@ -139,7 +130,7 @@ class QueueGate:
             await self._app(scope, receive, send)
             return
         try:
-            places = self._limit.places(api_key_of(scope), cache_owner_of(scope))
+            places = self._limit.places(cache_owner_of(scope))
         except RequestError as e:
             await refuse(e, scope, receive, send)
             return

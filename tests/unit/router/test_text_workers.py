@@ -171,7 +171,6 @@ class IdleDispatcher(Dispatcher):
         in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
-        api_key: int | None = None,
     ) -> RunningReq:
         self.turns.append(self.num_turns)
         key = ReqKey("router", str(len(self.turns)))
