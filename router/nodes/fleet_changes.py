@@ -109,7 +109,7 @@ class FleetChanges:
         if member.state is MemberState.ALIVE:
             member.pinned = True
             self._membership.accept_joins_of(member.incarnation)
-            self._news.send(AddedNode(role, address, member.incarnation, self._news.next_time(address)))
+            self._news.send(AddedNode(role, address, member.incarnation, time.time()))
             return member
         error = _why_not(member, wait_s)
         if known is None:
@@ -129,8 +129,7 @@ class FleetChanges:
         """
         if member.node is None and member.next_role is not None:
             raise _becomes(member, member.next_role)
-        at = self._news.next_time(member.address)
-        self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s, at))
+        self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s, time.time()))
         removing = self._remove(member, drain_timeout_s)
         try:
             removed = await asyncio.shield(removing)
@@ -172,10 +171,6 @@ class FleetChanges:
         return await self._until_back(drain, node, role, drain_timeout_s + wait_s)
 
     # --------------------------------------------------------------------- changes of other routers
-    def on_alive(self, node: LiveNode) -> None:
-        """Send a node that has come the nodes that operators have added."""
-        self._news.send_current(node)
-
     def on_draining(self, member: Member, draining: Draining) -> None:
         """Drain a member that says it is being drained. One whose process stops hangs up by itself."""
         if draining.stops:
@@ -186,8 +181,6 @@ class FleetChanges:
                 task.add_done_callback(self._emptying.discard)
             return
         member.next_role = draining.role
-        if draining.role is None:
-            self._news.forget_added(member.address, draining.left_s)
         drain = self._drains.get(member)
         if drain is None or drain.role is not None or draining.role is None:  # else it is being removed since
             self._drain(member, draining.left_s, draining.role)

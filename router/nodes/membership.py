@@ -369,7 +369,6 @@ class Membership:
             dispatcher, changes = self._listeners
             node = self._admit(member, hello, link)
             dispatcher.on_node_alive(node)
-            changes.on_alive(node)
             reason, loss = "closed", Loss.LEFT
 
             def on_fleet(message: Pong | Draining | Relay) -> None:
