@@ -10,7 +10,8 @@
     HeadAsGet           answers HEAD wherever GET is answered
     FastAPI             routes, and errors as JSON, also those of bugs
 
-All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's disconnect from a stream.
+All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's disconnect from a stream. Each
+scope is that of an HTTP request: the server has no websockets and no lifespan.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
+from router.request.admission import QueueGate, QueueLimit
 from router.request.generation import Generator
-from router.request.queue_limit import QueueGate, QueueLimit
 from router.text.served_model import ModelSlot
 from shared.errors import RequestError
 from shared.log import crash

@@ -27,7 +27,6 @@ from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
 from router.app import Service, create_app
 from router.dispatch.dispatcher import Deadlines, Dispatcher
-from router.dispatch.live_rids import LiveRids
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import POLICIES
 from router.http.api_keys import api_keys, warn_if_open
@@ -41,6 +40,7 @@ from router.nodes.member import MemberState
 from router.nodes.membership import Membership
 from router.nodes.shared_news import SharedNews
 from router.nodes.status import FleetStatus
+from router.request.admission import LiveRids
 from router.request.generation import Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
@@ -254,7 +254,7 @@ class Router:
             local_prefill_tokens=options.local_prefill_tokens,
             ttft_limit_s=options.ttft_limit_s,
             metrics=self._metrics,
-            vocab_size=lambda: self.model.get().vocab_size,
+            vocab_size=self.model.vocab_size,
             later=asyncio.get_running_loop().call_later,
         )
         self._traces = open_traces(config.http.otlp_traces_endpoint)

@@ -21,8 +21,8 @@ from tests.processes import HOST, Router
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("router", "prefill_node", "decode_node", "shared")
-SETTLED_S = 1.0
-"""Pings, loads and lookups of an idle fleet come each second."""
+SETTLED_S = 2.5
+"""Pings, loads and lookups of an idle fleet come each second, announcements of nodes each two."""
 HOOK = """
 import os, sys, threading, time
 folder = os.environ["REQUEST_PATH"]

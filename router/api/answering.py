@@ -14,10 +14,9 @@ from starlette.types import Scope
 
 from router.http.limits import HttpLimits
 from router.http.responses import StreamForm, json_response, stream_response, while_connected
-from router.request.fields import Intake
+from router.request.admission import QueuePlaces
 from router.request.generation import GenerationGroup, Generator
-from router.request.prompt import Prompt
-from router.request.queue_limit import QueuePlaces
+from router.request.prompt import Intake, Prompt
 from router.text.served_model import ModelSlot, ServedModel
 
 

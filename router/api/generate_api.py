@@ -18,16 +18,17 @@ from router.http.body import JsonRoute
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.responses import DATA_ONLY, event_stream
-from router.request.fields import (
+from router.request.admission import PlacesOfRequest
+from router.request.generation import Generation, GenerationGroup
+from router.request.prompt import (
+    AnswerOptions,
     Intake,
+    Prompt,
     Prompts,
     check_num_logprobs,
     check_token_ids,
     read_routing_key,
 )
-from router.request.generation import Generation, GenerationGroup
-from router.request.prompt import AnswerOptions, Prompt
-from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import read_sampling, read_samplings
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError

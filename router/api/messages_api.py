@@ -19,9 +19,9 @@ from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
 from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
+from router.request.admission import PlacesOfRequest
 from router.request.generation import Generation
 from router.request.output_text import StopReason, kind_of
-from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import NewTokens, StopString
 
 

@@ -27,13 +27,7 @@ from router.http.body import wrong_input
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
-from router.request.fields import (
-    Intake,
-    Prompts,
-    check_num_logprobs,
-    read_routing_key,
-)
-from router.request.prompt import Prompt
+from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key
 from router.request.sampling import AskedGrammar, read_sampling, read_samplings, schema_grammar
 from router.text.chat_template import Chat
 from router.text.reply_parser import THINK, ReplyRegions

@@ -22,9 +22,9 @@ from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
 from router.http.responses import StreamForm, error_body
+from router.request.admission import PlacesOfRequest
 from router.request.generation import Generation
 from router.request.output_text import AbortReason, LengthReason
-from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import NewTokens
 from router.text.served_model import ServedModel
 from shared.errors import RequestError

@@ -30,9 +30,9 @@ from router.nodes.fleet_answers import (
 )
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
-from router.request.fields import IdPrompts, Prompts, Texts
+from router.request.fields import IdPrompts, Texts
 from router.request.generation import GenerationGroup, Generator
-from router.request.prompt import Prompt
+from router.request.prompt import Prompt, Prompts
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import RequestError
 from shared.protocol.messages import Answered, Flush, Role, StartProfile, StopProfile, Work

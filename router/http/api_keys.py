@@ -169,14 +169,13 @@ class ApiKeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http":
-            given = _given(scope["headers"])
-            access = self._keys.access(given)
-            if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
-                await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
-                return
-            owner = self._keys.cache_owner(given)
-            scope.setdefault("state", {}).update({_ACCESS: access, _CACHE_OWNER: owner})
+        given = _given(scope["headers"])
+        access = self._keys.access(given)
+        if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
+            await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
+            return
+        owner = self._keys.cache_owner(given)
+        scope.setdefault("state", {}).update({_ACCESS: access, _CACHE_OWNER: owner})
         await self._app(scope, receive, send)
 
 

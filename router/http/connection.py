@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Clean up after a client that is gone or was dropped, and let go of all that refers to this connection.
 
-        The cycle collector runs too rarely to do that (`router.garbage`).
+        The cycle collector runs too rarely to do that (`router_process.collect_rarely`).
         """
         self._all.open.discard(self)
         self._disconnect()

@@ -15,8 +15,8 @@ from functools import cached_property, partial
 from types import TracebackType
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import Aborted, RunningReq
+from router.request.admission import Claim, LiveRids, QueuePlaces
 from router.request.output_text import (
     AbortReason,
     FinishReason,
@@ -27,7 +27,6 @@ from router.request.output_text import (
     stop_conditions,
 )
 from router.request.prompt import Prompt
-from router.request.queue_limit import QueuePlaces
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import TokenLogprobs

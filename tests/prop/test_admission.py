@@ -11,12 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.node import Loss
 from router.dispatch.running_req import RunningReq
+from router.request.admission import Claim, LiveRids, QueueLimit, QueuePlaces
 from router.request.generation import GenerationGroup, Generator
 from router.request.prompt import AnswerOptions, Prompt
-from router.request.queue_limit import QueueLimit, QueuePlaces
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Failed, Finish, Role, TokenEntry, Work

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.dispatch.live_rids import LiveRids
+from router.request.admission import LiveRids
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill

@@ -15,7 +15,7 @@ import pytest
 
 from router.dispatch.waiting_queue import MAX_RETRY_AFTER_S, WINDOW_S, WaitingQueue
 from router.http.config import DispatchOptions
-from router.request.queue_limit import QueueLimit
+from router.request.admission import QueueLimit
 from router.server import Router
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill

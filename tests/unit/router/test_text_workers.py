@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.live_rids import LiveRids
 from router.dispatch.running_req import RunningReq
+from router.request.admission import LiveRids
 from router.request.generation import Generator
 from router.request.prompt import AnswerOptions, Prompt
-from router.text.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, _parts
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, Tokenizer, _parts
 from shared.protocol.messages import Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
