@@ -12,7 +12,7 @@ from shared.cpu_cores import CpuCores
 from shared.engine.build import Engine, make_ledger
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
-from shared.kvcache.host_pages import HostPages
+from shared.kvcache.allocator import HostPages
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.files import BUILTIN_MODEL, resolve_model
 from shared.protocol.messages import KVLayout, NodeLimits

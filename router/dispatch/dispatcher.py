@@ -23,9 +23,16 @@ from router.dispatch.moves import Moves
 from router.dispatch.node import Loss, Node, Numerics, believed
 from router.dispatch.placement import Placement, Route
 from router.dispatch.policy import RoutingPolicy
-from router.dispatch.running_req import MAX_FAILURES, TRIAL_TOKENS, Aborted, Attempt, Cause, RunningReq
+from router.dispatch.running_req import (
+    MAX_FAILURES,
+    TRIAL_TOKENS,
+    Aborted,
+    Attempt,
+    Cause,
+    RunningReq,
+    why_wrong,
+)
 from router.dispatch.stages import measure_start
-from router.dispatch.token_order import why_wrong
 from router.dispatch.waiting_queue import WaitingQueue, retry_after_s
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event

@@ -33,7 +33,7 @@ from itertools import takewhile
 
 from shared import log
 from shared.config import ScheduleOptions
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.kvcache.ledger import KVLedger, ReqKV
 from shared.protocol.messages import ReqKey
 from shared.scheduling.plan import KVCopy

@@ -30,7 +30,7 @@ from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine
 from shared.engine.forward_stream import CopyResult
 from shared.engine.loop_parts import NodeParts
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.kvtransfer.sides import TransferSides
 from shared.protocol.messages import PROTOCOL_VERSION, NodeHello, NodeRef, ReqKey, Role
 from shared.protocol.router_port import FromRouter, RouterPort

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
-from shared.engine.kv_copies import KVCopies
-from shared.engine.launcher import Launcher
+from shared.engine.launcher import KVCopies, Launcher
 from shared.engine.loop_parts import new_launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import VocabMask
 from shared.grammar.state import GrammarState
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher
