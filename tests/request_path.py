@@ -29,8 +29,8 @@ folder = os.environ["REQUEST_PATH"]
 seen = {}
 
 def profile(frame, event, arg):
-    if event == "call":
-        code = frame.f_code
+    code = frame.f_code
+    if event == "call" and code.co_flags & 1:  # no body of a module or a class
         seen[code.co_filename, code.co_qualname] = None
 
 def watch():
