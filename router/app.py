@@ -39,7 +39,6 @@ from router.api.prefix_hashes import PrefixHasher
 from router.api.request_log import RequestLog
 from router.api.responses_api import responses_routes
 from router.api.service_api import control_routes, health_routes, info_routes
-from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.api_keys import ApiKeyCheck, ApiKeys, admin_guard
 from router.http.body import wrong_input
@@ -51,7 +50,7 @@ from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
-from router.request.admission import QueueGate, QueueLimit
+from router.request.admission import Admissions, QueueGate
 from router.request.generation import Generator
 from router.text.served_model import ModelSlot
 from shared.errors import RequestError
@@ -74,7 +73,7 @@ class Service:
     model: ModelSlot
     membership: Membership
     changes: FleetChanges
-    dispatcher: Dispatcher
+    admissions: Admissions
     generator: Generator
     abort: Callable[[str | None], RequestsAborted]
     """Aborts the requests of a rid, or all (None), at all routers. Returns the number of sequences of this one."""
@@ -82,7 +81,6 @@ class Service:
     status: FleetStatus
     live: LiveState
     http: HttpOptions
-    max_queued_requests: int
     keys: ApiKeys
     traces: Traces | None
     log_hasher: PrefixHasher
@@ -91,14 +89,8 @@ class Service:
 
 def create_app(service: Service) -> ASGIApp:
     """The routes behind their middleware."""
-    limit = QueueLimit(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
-    service.metrics.watch_own(
-        "baton:num_queued_reqs",
-        "Sequences that wait for their first token, in all queues.",
-        lambda: limit.num_queued,
-    )
     app: ASGIApp = JsonBodies(HeadAsGet(create_api(service)), service.http.limits.max_body_bytes)
-    app = QueueGate(app, limit, _QUEUED)
+    app = QueueGate(app, service.admissions, _QUEUED)
     app = ApiKeyCheck(app, service.keys)
     if service.http.allowed_origins:
         app = CORSMiddleware(

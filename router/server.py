@@ -40,7 +40,7 @@ from router.nodes.member import MemberState
 from router.nodes.membership import Membership
 from router.nodes.shared_news import SharedNews
 from router.nodes.status import FleetStatus
-from router.request.admission import LiveRids
+from router.request.admission import Admissions
 from router.request.generation import Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
@@ -130,14 +130,13 @@ class Router:
                 model=self.model,
                 membership=self._membership,
                 changes=self._changes,
-                dispatcher=self._dispatcher,
+                admissions=self._admissions,
                 generator=self._generator,
                 abort=self._abort_everywhere,
                 metrics=self._metrics,
                 status=self._status,
                 live=self._live,
                 http=http,
-                max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
                 traces=self._traces,
                 log_hasher=self.log_hasher,
@@ -210,10 +209,8 @@ class Router:
         input_ids = (await model.tokenizer.encode([text]))[0] if model.tokenizer.has_text else _PROOF_IDS
         work = Work(tuple(input_ids), params)
         prompt = Prompt(rid=f"proof-{secrets.token_hex(4)}", work=work, split=True)
-        with self._generator.claim() as claim:
-            claim.take([prompt.rid], [1], whole=None, shared=False)
-            async with self._generator.open([prompt], model.tokenizer, claim) as group:
-                return "".join([added async for _, added in group.steps()])
+        async with self._generator.probe(prompt, model.tokenizer) as group:
+            return "".join([added async for _, added in group.steps()])
 
     async def broken(self) -> None:
         """Wait until a part that should run for ever ends, and raise its error."""
@@ -260,7 +257,15 @@ class Router:
         self._traces = open_traces(config.http.otlp_traces_endpoint)
         if self._traces is not None:
             exits.push_async_callback(asyncio.to_thread, self._traces.close)
-        self._generator = Generator(self._dispatcher, LiveRids(), patience_s=options.failover_timeout_s)
+        self._admissions = Admissions(
+            self._dispatcher.queue, options.max_queued_requests, self._metrics.rejected
+        )
+        self._metrics.watch_own(
+            "baton:num_queued_reqs",
+            "Sequences that wait for their first token, in all queues.",
+            lambda: self._admissions.num_queued,
+        )
+        self._generator = Generator(self._dispatcher, self._admissions, patience_s=options.failover_timeout_s)
         self._news = SharedNews(self._membership.all_live, self.incarnation)
         self._changes = FleetChanges(self._membership, self._dispatcher, self._news, self._abort)
         exits.push_async_callback(self._changes.close)

@@ -43,7 +43,7 @@ from router.api.tool_calls import ForcedCall, Reader
 from router.http.answer import Answer
 from router.http.body import JsonRoute
 from router.http.responses import DATA_ONLY, event_stream
-from router.request.admission import PlacesOfRequest
+from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
 from router.request.output_text import LengthReason, StopReason, kind_of
 from router.text.reply_parser import CallDelta, ReplyDelta
@@ -56,18 +56,18 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
     @router.post("/completions", response_model=Completion, responses=event_stream(Completion))
-    async def completions(request: Request, body: CompletionBody, places: PlacesOfRequest) -> Response:
+    async def completions(request: Request, body: CompletionBody, admission: AdmissionOfRequest) -> Response:
         """Complete one prompt or several."""
         return await desk.respond(
-            request, places, lambda intake: read_completion(body, intake), CompletionShape
+            request, admission, lambda intake: read_completion(body, intake), CompletionShape
         )
 
     @router.post(
         "/chat/completions", response_model=ChatCompletion, responses=event_stream(ChatCompletionChunk)
     )
-    async def chat_completions(request: Request, body: ChatBody, places: PlacesOfRequest) -> Response:
+    async def chat_completions(request: Request, body: ChatBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation."""
-        return await desk.respond(request, places, lambda intake: read_chat(body, intake), ChatShape)
+        return await desk.respond(request, admission, lambda intake: read_chat(body, intake), ChatShape)
 
     @router.post("/embeddings", include_in_schema=False)
     async def embeddings() -> Response:

@@ -79,7 +79,7 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
     # `best` ranks sequences by their logprobs, also where the client asks for none.
     logprobs = asked_logprobs or (LogprobParams() if best_of > body.n else None)
-    intake.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
+    intake.admission.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
     ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
     for at, input_ids in enumerate(ids):
         limits.check_prompt(input_ids, given.named(at), "prompt")
@@ -125,7 +125,7 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     limits.check("max_batch_size", "n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, Prompts("messages", ""))
     routing_key = read_routing_key(body.routing_key, intake.headers)
-    intake.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
+    intake.admission.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text, ids = await _render(body, model, limits)
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     reasoning = _reasoning(model, text)

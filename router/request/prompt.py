@@ -12,7 +12,7 @@ import msgspec
 
 from router.http.limits import HttpLimits
 from router.http.wording import wrong
-from router.request.admission import Claim, QueuePlaces
+from router.request.admission import Admission
 from router.request.fields import MAX_ROUTING_KEY_CHARS
 from router.text.served_model import ServedModel
 from shared.errors import RequestError, maximum_context
@@ -86,18 +86,12 @@ class Prompt:
 # ----------------------------------------------------------------------------------- from a body to prompts
 @dataclass(frozen=True)
 class Intake:
-    """What a body is read with: model and limits, and of its request the headers, the places and the rids."""
+    """What a body is read with: model and limits, and of its request the headers and the admission."""
 
     model: ServedModel
     limits: HttpLimits
     headers: Mapping[str, str]
-    places: QueuePlaces
-    claim: Claim
-
-    def take(self, rids: Sequence[str], counts: Sequence[int], *, whole: str | None, shared: bool) -> None:
-        """Take places in the queue and the rids of all prompts, which become `counts` sequences. RequestError."""
-        self.places.hold(sum(counts))
-        self.claim.take(rids, counts, whole=whole, shared=shared)
+    admission: Admission
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
