@@ -250,9 +250,9 @@ class Dispatcher:
                 req.start = measure_start(req)
             if req.ended:
                 self._forget(req, Cancel(req.key))
-            elif self._suspicion.is_tried(req) and req.failover.is_past_crashes(len(req.output_ids)):
+            elif req in self._suspicion.trials and req.failover.is_past_crashes(len(req.output_ids)):
                 req.failover.crashed.clear()
-                self._suspicion.end_trial(req)
+                self._suspicion.trials.pop(req, None)
         self._metrics.generated(num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
@@ -325,8 +325,8 @@ class Dispatcher:
     def on_runs_alone(self, node: Node, key: ReqKey) -> None:
         """Note that `node` has begun a suspect, and holds nothing else."""
         req = self._held(node, key)
-        if req is not None:
-            self._suspicion.runs_alone(req)
+        if req in self._suspicion.trials:
+            self._suspicion.trials[req] = True
 
     def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
         """Move sequences that `node` wants to be rid of, if another node has room."""
@@ -356,7 +356,7 @@ class Dispatcher:
             error = RequestError(
                 f"{node.role} node {node.ref.node_id} was lost: {reason}", status=503, code="node_lost"
             )
-            was_tried = crashed and self._suspicion.is_alone(req)
+            was_tried = crashed and self._suspicion.trials.get(req, False)
             if crashed:
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
@@ -437,7 +437,7 @@ class Dispatcher:
             self._suspicion.sent(node)
         if route.decode is not None:
             source = route.prefill.ref if route.prefill else None
-            alone_tokens = TRIAL_TOKENS if self._suspicion.is_tried(req) else 0
+            alone_tokens = TRIAL_TOKENS if req in self._suspicion.trials else 0
             route.decode.send(
                 Decode(
                     req.key,
@@ -500,7 +500,7 @@ class Dispatcher:
         taken nodes that hold nothing of the sequence any more out of `req.attempt.holders`.
         """
         self._leave_nodes(req, Cancel(req.key))
-        self._suspicion.end_trial(req)
+        self._suspicion.trials.pop(req, None)
         failover = req.failover
         failover.failed(len(req.output_ids), self._clock(), error, cause)
         if avoid is not None:
@@ -565,11 +565,11 @@ class Dispatcher:
                 work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics
             )
         route = self._placement.route_alone(work, avoid=failover.avoid, like=req.numerics)
-        if self._suspicion.num_trials >= self._placement.max_trials or any(
+        if len(self._suspicion.trials) >= self._placement.max_trials or any(
             map(self._suspicion.tries_on, route.nodes)
         ):
             return None
-        self._suspicion.try_alone(req)
+        self._suspicion.trials[req] = False
         return route
 
     def _give_up(self, req: RunningReq, error: RequestError) -> None:
@@ -607,7 +607,7 @@ class Dispatcher:
 
     def _forget(self, req: RunningReq, message: Cancel | Stop) -> None:
         self._leave_nodes(req, message)
-        self._suspicion.end_trial(req)
+        self._suspicion.trials.pop(req, None)
         del self._running[req.key.rid]
         self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)

@@ -148,7 +148,7 @@ async def _prove(router: Router, *, owns_nodes: bool) -> None:
         if owns_nodes:
             raise
         log.warn("first_generation_failed", reason=e.message)
-    key = " -H 'Authorization: Bearer KEY'" if router.needs_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if router.keys.needed else ""
     path, body = EXAMPLE if router.model.get().tokenizer.has_text else EXAMPLE_OF_IDS
     if proof:
         print(f"\n{PROOF_PROMPT}{proof}")
@@ -176,15 +176,15 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
     while True:
         match await messages.get():
             case NodeExited(node_id, role, reason, crashed):
-                router.node_exited(node_id, role, reason, crashed=crashed)
+                router.membership.node_exited(node_id, role, reason, crashed=crashed)
             case ReloadFiles():
                 router.reload_files()
             case Listed(nodes):
-                router.on_listing(nodes)
+                router.membership.on_listing(nodes)
             case LogKey(key):
                 router.log_hasher.use(key)
             case message:
-                router.on_announcement(message)
+                router.membership.on_announcement(message)
 
 
 async def _beat() -> None:

@@ -20,9 +20,8 @@ import pytest
 
 from decode_node.scheduler import DecodeScheduler
 from planner.cost_model import CostModel
-from planner.simulator.engine import sim_engine
 from planner.simulator.events import EventLoop, NodeClock
-from planner.simulator.node import SimVitals
+from planner.simulator.node import SimVitals, sim_engine
 from planner.simulator.runner import SimCopyResult, SimStream
 from prefill_node.scheduler import PrefillScheduler
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
