@@ -49,6 +49,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._children: dict[Counter | Gauge | Histogram, Counter | Gauge | Histogram] = {}
+        self._families: list[Counter | Histogram] = []
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.")
         self._generation_tokens = self._counter("sglang:generation_tokens", "Tokens sent to clients.")
         self._cached_tokens = self._counter("sglang:cached_tokens", "Prompt tokens that were cached.")
@@ -101,13 +102,6 @@ class Metrics:
         )
         self._kv_transfer = self._histogram(
             "baton:kv_transfer_seconds", "From reserved pages to KV that can be decoded.", _STAGE_BUCKETS
-        )
-        self._families: tuple[Counter | Histogram, ...] = (
-            *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
-            *(self._requests, self._aborted, self._failed, self._convicted, self._rejected),
-            self._refused_late,
-            *(self._inexact, self._moves, self._failed_moves),
-            *(self._ttft, self._e2e, self._kv_transfer),
         )
         self._stages = Histogram(
             "baton:stage_duration_seconds",
@@ -217,10 +211,15 @@ class Metrics:
                     self._own(self._kv_transfer).observe(seconds)
 
     def _counter(self, name: str, description: str) -> Counter:
-        return Counter(name, description, ("model_name", "role"), registry=self._registry)
+        counter = Counter(name, description, ("model_name", "role"), registry=self._registry)
+        self._families.append(counter)
+        return counter
 
     def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, description, ("model_name", "role"), buckets=buckets, registry=self._registry)
+        labels = ("model_name", "role")
+        histogram = Histogram(name, description, labels, buckets=buckets, registry=self._registry)
+        self._families.append(histogram)
+        return histogram
 
     def _own(self, family: F) -> F:
         """The series of this router. It is kept, since `labels` is slow."""
