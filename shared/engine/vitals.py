@@ -11,10 +11,9 @@ from shared.engine.progress import Progress
 from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import LinkReport, Load
-from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S, MovingRate
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import RetractionCounts
-from shared.timeline import Clock
+from shared.timeline import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S, Clock, MovingRate
 
 THROUGHPUT_WINDOW_S = 1.0
 MIN_MEASURED_TOKENS = 64
