@@ -22,7 +22,7 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import VocabMask
-from shared.kvcache.host_pages import HostPages, PageCopy
+from shared.kvcache.allocator import HostPages, PageCopy
 from shared.kvcache.host_pool import CpuHostKVPool
 from shared.kvcache.page_digest import chunk_digest
 from shared.model.config import ModelConfig, load_model_config

@@ -34,8 +34,7 @@ from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
 from shared.kernels.cpu.build import NativeUnavailable, invalid_cxx
 from shared.kernels.cpu.pages import NativePageMover
-from shared.kvcache.allocator import PageAllocator
-from shared.kvcache.host_pages import HostPages
+from shared.kvcache.allocator import HostPages, PageAllocator
 from shared.kvcache.host_pool import HostKVPool, make_host_pool
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.page_mover import NumpyPageMover, PageMover

@@ -8,9 +8,16 @@ import subprocess
 import pytest
 
 from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
-from shared.kernels.cpu.decoder import BatchDesc, DecoderDesc, ExpertsDesc, KVPool, LayerDesc, LinearDesc
+from shared.kernels.cpu.decoder import (
+    BatchDesc,
+    DecoderDesc,
+    ExpertsDesc,
+    KVPool,
+    LayerDesc,
+    LinearDesc,
+    Sampling,
+)
 from shared.kernels.cpu.library import SRC
-from shared.kernels.cpu.sampling import Sampling
 from tests.kernels.cpu.linear import CodesDesc, RowsDesc
 from tests.patience import PATIENCE_S
 

@@ -195,7 +195,7 @@ async def test_nothing_stays_of_a_client_that_leaves(
         ),
     ):
         await plain.aclose()
-        await eventually(lambda: len(router._membership.all_live()) == 2)
+        await eventually(lambda: len(router.membership.all_live()) == 2)
 
         async def visited(num_clients: int) -> None:
             have_left.clear()

@@ -349,7 +349,7 @@ async def test_a_layout_that_differs_is_refused_by_name(model_folder: Path, fiel
         joined_router(model_folder, [decode]) as (router, client),
         FakeNode(Role.DECODE, "decode-1", layout=type(LAYOUT)(**values)) as stranger,
     ):
-        router._membership.dial(stranger.address, Role.DECODE, pinned=True)
+        router.membership.dial(stranger.address, Role.DECODE, pinned=True)
 
         async def refusal() -> str | None:
             found = (await client.get("/health")).json()["decode"][-1]

@@ -285,7 +285,7 @@ async def test_a_node_is_removed_by_the_address_with_which_it_was_added(
     model_folder: Path, name: str
 ) -> None:
     async with joined_router(model_folder, [], wait=False) as (router, client):
-        router.on_announcement(Join(NodeRef("d", "d#a", "tcp://gone.invalid:7200"), Role.DECODE))
+        router.membership.on_announcement(Join(NodeRef("d", "d#a", "tcp://gone.invalid:7200"), Role.DECODE))
         removed = await client.delete(f"/fleet/nodes/{name}")
         assert removed.status_code == 200 and removed.json()["address"] == "tcp://gone.invalid:7200"
         assert await states(client) == {}
@@ -294,8 +294,8 @@ async def test_a_node_is_removed_by_the_address_with_which_it_was_added(
 async def test_a_node_that_has_joined_is_not_loading_any_more(model_folder: Path) -> None:
     async with joined_router(model_folder, [], wait=False) as (router, client):
         ref = NodeRef("decode-0", "decode-0#a", "tcp://gone.invalid:7200")
-        router.on_announcement(Loading("decode-0", Role.DECODE, "weights", 1.0))
-        router.on_announcement(Join(ref, Role.DECODE))
+        router.membership.on_announcement(Loading("decode-0", Role.DECODE, "weights", 1.0))
+        router.membership.on_announcement(Join(ref, Role.DECODE))
         assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
         assert (await client.get("/health")).json()["decode"] == []
 

@@ -14,12 +14,10 @@ import pytest
 
 from router.api.logprobs import NativeLogprobs, ScoredText
 from router.dispatch.running_req import RunningReq
-from router.request.fields import MAX_ANSWER_LOGPROBS
 from router.request.generation import Generation
 from router.request.output_text import OutputText, StopConditions
-from router.request.prompt import Prompt
-from router.text.text_workers import INLINE_CHARS
-from router.text.tokenizer import Tokenizer
+from router.request.prompt import MAX_ANSWER_LOGPROBS, Prompt
+from router.text.tokenizer import INLINE_CHARS, Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams

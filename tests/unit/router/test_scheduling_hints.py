@@ -10,7 +10,7 @@ import pytest
 from router.api.generate_bodies import GenerateBody
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.http.body import Body
-from router.request.fields import read_routing_key
+from router.request.prompt import read_routing_key
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.bodies import validate

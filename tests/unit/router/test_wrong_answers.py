@@ -351,12 +351,12 @@ async def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> Non
         FakeNode(Role.DECODE, "honest") as honest,
         joined_router(model_folder, [liar, honest]) as (router, _),
     ):
-        nodes: Iterator[Any] = (n for n in router._membership.all_live() if n.ref.node_id == "honest")
+        nodes: Iterator[Any] = (n for n in router.membership.all_live() if n.ref.node_id == "honest")
         honest.flushes = True
 
         def ask(call_id: int) -> Flush:
             liar.send(Answered(call_id, False, "told by another node"))
             return Flush(call_id)
 
-        answers = await router._membership.call(ask, 10.0, [next(nodes)])
+        answers = await router.membership.call(ask, 10.0, [next(nodes)])
         assert answers["honest"].ok
