@@ -49,35 +49,10 @@ def test_local_2p2d_ends_in_order_on_sigterm(tmp_path: Path) -> None:
         assert router.log.count("stopped node=") == 4
 
 
-def test_local_0p1d_ends_in_order_on_ctrl_c(tmp_path: Path) -> None:
-    with Router(tmp_path, "--local", "0P1D", *SMALL) as router:
-        router.wait_ready()
-        assert len(router.family()) == 3
-        call = router.generate(PROMPT, 12, return_timeline=True)
-        assert len(call.tokens()) == 12
-        assert {stamp["role"] for stamp in call.last["meta_info"]["timeline"]} == {"router", "decode"}
-        assert router.stop(signal.SIGINT) == 0
-        router.assert_clean_log()
-
-
 def test_ctrl_c_while_nodes_load(tmp_path: Path) -> None:
     with Router(tmp_path, *SMALL) as router:
         until(lambda: router.log.count("node_started") == 2, "the nodes are started")
         assert router.stop(signal.SIGINT) == 0
-        router.assert_clean_log()
-
-
-def test_nodes_of_a_router_that_was_killed_end_by_themselves(tmp_path: Path) -> None:
-    with Router(tmp_path, *SMALL) as router:
-        router.wait_ready()
-        family = router.family()
-        call = router.generate(PROMPT, 1900, stream=True)
-        call.wait_tokens(3)
-        router.kill()
-        assert_gone(family)
-        call.finish()
-        assert call.broken or not call.saw_done
-        assert router.log.count("stopped node=") == 2
         router.assert_clean_log()
 
 
