@@ -57,11 +57,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test may be a coroutine function. Its fixtures are none, and know no event loop."""
+    """A test may be a coroutine function. Its fixtures are none.
+
+    They know no event loop, but for the `loop` on which all tests of tests/browser run.
+    """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
     run = uvloop.run if pyfuncitem.get_closest_marker("uvloop") else asyncio.run
+    if "loop" in pyfuncitem.funcargs:
+        run = pyfuncitem.funcargs["loop"].run
     run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
 
