@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S, until
+from tests.patience import until
 from tests.processes import NODE_FLAGS, Call, Node, Router, assert_gone
 
 pytestmark = pytest.mark.processes
@@ -131,23 +128,3 @@ def check_split(router: Router) -> list[int]:
     tokens = call.tokens()
     assert {stamp["role"] for stamp in call.last["meta_info"]["timeline"]} == {"router", "prefill", "decode"}
     return tokens
-
-
-def test_demo() -> None:
-    """What `make demo` runs."""
-    command = [sys.executable, "-m", "router.demo", *SMALL]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert set(summary) == {
-        *("text", "prompt_tokens", "completion_tokens"),
-        *("kv_pages_transferred", "kv_bytes_transferred", "ttft_s", "tpot_s"),
-    }
-    assert summary["text"] and summary["text"] in done.stdout
-    assert summary["kv_pages_transferred"] > 0 < summary["kv_bytes_transferred"]
-    assert summary["completion_tokens"] > 1 and summary["ttft_s"] > 0 < summary["tpot_s"]
-    for stage in ("queued", "prefilling", "transferring", "decoding"):
-        assert stage in done.stdout
