@@ -31,10 +31,13 @@ if device().type == "cpu":
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start real processes run one after the other: each loads several cores by itself."""
+    """Tests that start real processes run in two lanes, one after the other: each loads several cores by itself.
+
+    Those of tests/fault wait much, since processes have to be missed, and are more than half of all.
+    """
     for item in items:
         if item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+            item.add_marker(pytest.mark.xdist_group("faults" if "fault" in item.path.parts else "processes"))
 
 
 def pytest_collection_finish() -> None:
