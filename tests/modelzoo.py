@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3")
 
 EOS_TOKEN = "<|endoftext|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -56,6 +56,12 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
 }
 
 
@@ -191,6 +197,10 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
             return transformers.Qwen2Config(**{"rope_theta": 1_000_000.0, **sizes})
         case "qwen3":
             return transformers.Qwen3Config(**{"head_dim": 32, **sizes})
+        case "phi3":
+            parts = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
+            rope = {"rope_scaling": dict(_LONGROPE), **parts}
+            return transformers.Phi3Config(**{**rope, **sizes})
     raise ValueError(f"{architecture!r} is none of {ARCHITECTURES}")
 
 

@@ -185,6 +185,16 @@ class WeightReader:
 
     def _layer(self, layer: Layer, keep: Callable[[Linear, bool], L]) -> LayerWeights[L]:
         c, attention, mlp = self._config, layer.attention, layer.mlp
+        order_D = self._head_order()
+
+        def qkv() -> Linear:
+            """With the elements of the heads of q and k as `Rope.head_order` has them."""
+            projected = self._linear(attention.qkv)
+            if order_D is None:
+                return projected
+            order_ND = torch.arange(projected.shape[0], device=self._device).view(-1, c.head_dim)
+            order_ND[: -c.num_kv_heads] = order_ND[: -c.num_kv_heads, order_D]
+            return projected.with_outputs(order_ND.flatten())
 
         def linear(projection: Projection, *, is_gate_up: bool = False) -> L:
             return keep(self._linear(projection), is_gate_up)
@@ -195,18 +205,24 @@ class WeightReader:
         def qk_norm(names: tuple[str, str]) -> torch.Tensor:
             """The weights of the q and k norms, repeated for each head, so that one call applies both."""
             q_D, k_D = torch.split(self._stack(dict.fromkeys(names, c.head_dim)), c.head_dim)
-            return torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
+            norms_ND = torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
+            return norms_ND if order_D is None else norms_ND[:, order_D]
 
         return LayerWeights(
             attention_norm_D=norm(layer.attention_norm),
             attention=AttentionWeights(
-                qkv_proj=linear(attention.qkv),
+                qkv_proj=keep(qkv(), False),
                 qk_norm_ND=qk_norm(attention.qk_norms) if attention.qk_norms else None,
                 o_proj=linear(attention.o),
             ),
             mlp_norm_D=norm(layer.mlp_norm),
             mlp=MlpWeights(gate_up_proj=linear(mlp.gate_up, is_gate_up=True), down_proj=linear(mlp.down)),
         )
+
+    def _head_order(self) -> torch.Tensor | None:
+        """None: as the checkpoint has them."""
+        order = self._config.rope.head_order(self._config.head_dim)
+        return None if order == sorted(order) else torch.tensor(order, device=self._device)
 
     def _linear(self, projection: Projection) -> Linear:
         bias_N = None
