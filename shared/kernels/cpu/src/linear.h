@@ -10,6 +10,8 @@
 // with a scale of their own are added up in float32, in ascending order. So the result of a row does not depend on the
 // batch. Where activations are to stay in 16 bits, codes become bf16 instead.
 #pragma once
+#include <algorithm>
+
 #include "quantize.h"
 #include "threads.h"
 #include "vec.h"
@@ -17,6 +19,12 @@
 namespace baton {
 
 constexpr int64_t kPanel = 64;
+
+// The steps of at most `most` rows in which rows read a panel. The hardware does not prefetch for a single step
+// that reads one vector of the panel at a time.
+inline int64_t num_steps(int64_t rows, int64_t most) {
+  return std::max<int64_t>((rows + most - 1) / most, vectors_at_once(int(rows)) > 1 ? 1 : 2);
+}
 
 // A weight. A code stands for (code - zero) * scale; scales and zeros are [n / 64][k / group][64], as panels are.
 struct PackedLinear {

@@ -34,7 +34,7 @@ inline void add_products(const Group& group, int64_t fetched, const char* ahead,
         std::memcpy(&quad, group.x + r * group.stride + k, 4);
         const Words xr = words(quad);
 #pragma GCC unroll 4
-        for (int j = 0; j < J; j++) sums[r][j] = dot_quads(sums[r][j], codes[j], xr);
+        for (int j = 0; j < J; j++) sums[r][j] = dot_quads<Bits>(sums[r][j], codes[j], xr);
       }
     };
     if constexpr (Bits == 8) {
@@ -130,7 +130,7 @@ void sum_rows(int64_t rows, const Codes& x, int64_t row, const Panel& panel, int
 template <int Bits, class Finish>
 void rows_times_panel(const Codes& x, int64_t begin, int64_t end, const Panel& panel, const uint8_t* next, Finish&& finish) {
   alignas(64) float y[kMaxRows * kPanel];
-  const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows, units = x.k * Bits / 32;
+  const int64_t steps = num_steps(end - begin, kMaxRows), units = x.k * Bits / 32;
   const auto fetched_before = [&](int64_t step) { return steps == 1 ? 0 : (kUnitLines * step + steps - 1) / steps; };
   const char* ahead = reinterpret_cast<const char*>(next);
   for (int64_t step = 0, row = begin; step < steps; step++) {

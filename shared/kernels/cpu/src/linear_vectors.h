@@ -99,7 +99,7 @@ template <class Finish>
 void block_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, const bf16* panel, const bf16* next,
                        Finish&& finish) {
   alignas(64) float sums[kBlockRows * kPanel];
-  const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows;
+  const int64_t steps = num_steps(end - begin, kMaxRows);
   const int64_t num_chunks = (k + kChunk - 1) / kChunk, width = (k / 2 + num_chunks - 1) / num_chunks * 2;
   const auto fetched_before = [&](int64_t step) { return steps == 1 ? 0 : (kLines * step + steps - 1) / steps; };
   for (int64_t first = 0; first < k; first += width) {
