@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from shared.kernels.cpu.sampling import Sampling, sample
 
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import Team, load_library, numerics
-from shared.kernels.cpu.sampling import Sampling, sample
 from shared.model.linear import Linear, QuantizedLinear
 from tests.kernels.cpu.attention import decode_attention, extend_attention
 from tests.kernels.cpu.conftest import BUILDS
