@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 MIXTURES = ("qwen3moe", "olmoe", "mixtral")
-ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", *MIXTURES)
+ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", *MIXTURES)
 
 EOS_TOKEN = "<|endoftext|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -59,6 +59,12 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
 }
 
 
@@ -206,6 +212,10 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
             return transformers.OlmoeConfig(**_EXPERTS | sizes)
         case "mixtral":
             return transformers.MixtralConfig(**{"num_local_experts": 4, "num_experts_per_tok": 2, **sizes})
+        case "phi3":
+            parts = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
+            rope = {"rope_scaling": dict(_LONGROPE), **parts}
+            return transformers.Phi3Config(**{**rope, **sizes})
     raise ValueError(f"{architecture!r} is none of {ARCHITECTURES}")
 
 

@@ -78,6 +78,15 @@ def experts_mlp(
     )
 
 
+def fused_mlp(mlp: str, fields: ConfigFields) -> DenseMlp:
+    """gate_up_proj and down_proj of a layer's `mlp`."""
+    gate_up = {f"{mlp}.gate_up_proj": 2 * fields.intermediate_size}
+    return DenseMlp(
+        gate_up=Projection(gate_up, fields.hidden_size),
+        down=Projection({f"{mlp}.down_proj": fields.hidden_size}, fields.intermediate_size),
+    )
+
+
 def qwen_window(fields: SlidingFields) -> int | None:
     """The window of the layers that have one, as Qwen's configs say it."""
     if not fields.use_sliding_window:

@@ -113,10 +113,25 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongSca
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotation of each head of q and k by angles that grow with the position (arXiv 2104.09864)."""
+    """Rotation of each head of q and k by angles that grow with the position (arXiv 2104.09864).
+
+    The first `rotary_dim` elements of a head are rotated, element i with i + rotary_dim / 2.
+    """
 
     theta: float
+    rotary_dim: int
     scaling: Scaling | None = None
+
+    def head_order(self, head_dim: int) -> list[int]:
+        """The elements of a head in the order in which forwards have them: element i pairs with i + head_dim / 2.
+
+        The pairs that are not rotated come last, with the angle 0. The heads of q and of k are put in this order
+        when weights are loaded. The product of q and k is a sum, so their scores stay what they are.
+        """
+        half = self.rotary_dim // 2
+        rest = list(range(self.rotary_dim, head_dim))
+        first, second = range(half), range(half, self.rotary_dim)
+        return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
 
     def made_for(self, length: int) -> Rope:
         """The same, with the frequencies of a context of `length` tokens where they depend on it."""
@@ -167,10 +182,12 @@ def read_rope(fields: ConfigFields, heads: Heads, path: Path) -> Rope:
     if "full_attention" in raw or "sliding_attention" in raw:
         raise ModelError(f"{path}: {key}: rotary parameters per layer type are not supported")
     rope = convert(raw, _RopeFields, path, key)
-    if not all(
-        factor in (None, 1.0) for factor in (rope.partial_rotary_factor, fields.partial_rotary_factor)
-    ):
-        raise ModelError(f"{path}: partial_rotary_factor: only 1.0 is supported")
+    part = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
+    rotary_dim = int(heads.head_dim * part)
+    if rotary_dim % 2 or not 0 < rotary_dim <= heads.head_dim:
+        raise ModelError(
+            f"{path}: partial_rotary_factor: {part} of {heads.head_dim} elements is no even number up to that"
+        )
     most = fields.max_position_embeddings
     length = fields.original_max_position_embeddings or rope.original_max_position_embeddings or most
     original = {"original_max_position_embeddings": length}
@@ -183,23 +200,24 @@ def read_rope(fields: ConfigFields, heads: Heads, path: Path) -> Rope:
             scaling = convert(raw | original, Llama3Scaling, path, key)
             if scaling.low_freq_factor >= scaling.high_freq_factor:
                 raise ModelError(f"{path}: {key}: low_freq_factor must be below high_freq_factor")
-        case "yarn":
+        case "yarn" if "long_factor" not in raw:  # Phi-3 has called LongRoPE so
             scaling = convert(raw | original, YarnScaling, path, key)
         case "dynamic":
-            if heads.head_dim == 2:
-                raise ModelError(f"{path}: {key}: rope type dynamic needs heads of more than 2 elements")
+            if rotary_dim == 2:
+                raise ModelError(f"{path}: {key}: rope type dynamic needs more than 2 rotated elements")
             lengths = {"original_max_position_embeddings": most, "length": most}
             scaling = convert(raw | lengths, DynamicScaling, path, key)
-        case "longrope" | "su":
+        case "longrope" | "su" | "yarn":
             factor = {"factor": rope.factor or most / length}
             scaling = convert(raw | original | factor, LongScaling, path, key)
             for name in ("short_factor", "long_factor"):
-                if len(getattr(scaling, name)) != heads.head_dim // 2:
-                    raise ModelError(f"{path}: {key}: {name} must have {heads.head_dim // 2} factors")
+                if len(getattr(scaling, name)) != rotary_dim // 2:
+                    raise ModelError(f"{path}: {key}: {name} must have {rotary_dim // 2} factors")
         case other:
             supported = "default, linear, llama3, yarn, dynamic, longrope"
             raise ModelError(f"{path}: {key}: rope type {other} is not supported; supported are {supported}")
-    read = Rope(theta=rope.rope_theta or fields.rope_theta or _DEFAULT_THETA, scaling=scaling)
+    theta = rope.rope_theta or fields.rope_theta or _DEFAULT_THETA
+    read = Rope(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
     if read.num_positions(most) > _MOST_POSITIONS:
         raise ModelError(f"{path}: {key}: factor: extends the context to more than {_MOST_POSITIONS} tokens")
     return read

@@ -13,9 +13,12 @@ from shared.model.rope import DynamicScaling, LinearScaling, Llama3Scaling, Long
 
 
 def rotary_waves(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Return float32 [2, R]: radians per position of each pair, and what multiplies its cosine and sine."""
+    """Return float32 [2, R]: radians per position of each pair, and what multiplies its cosine and sine.
+
+    A pair that is not rotated has the angle 0.
+    """
     # Computed on the CPU: a GPU's pow differs in the last bit, and large positions multiply that error.
-    exponent_R = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponent_R = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     frequencies_R, amplitude = 1.0 / (rope.theta**exponent_R), 1.0
     match rope.scaling:
         case LinearScaling(factor=factor):
@@ -28,14 +31,16 @@ def rotary_waves(rope: Rope, head_dim: int, device: torch.device) -> torch.Tenso
                 scaling.amplitude,
             )
         case DynamicScaling() as scaling:
-            frequencies_R = 1.0 / (_dynamic_theta(rope.theta, head_dim, scaling) ** exponent_R)
+            frequencies_R = 1.0 / (_dynamic_theta(rope.theta, rope.rotary_dim, scaling) ** exponent_R)
         case LongScaling() as scaling:
             factors = scaling.long_factor if scaling.is_long else scaling.short_factor
             frequencies_R, amplitude = (
                 1.0 / (torch.tensor(factors) * rope.theta**exponent_R),
                 scaling.amplitude,
             )
-    return torch.stack([frequencies_R, torch.full_like(frequencies_R, amplitude)]).to(device)
+    waves_2R = torch.tensor([[0.0], [1.0]]).repeat(1, head_dim // 2)
+    waves_2R[0, : len(frequencies_R)], waves_2R[1, : len(frequencies_R)] = frequencies_R, amplitude
+    return waves_2R.to(device)
 
 
 def _llama3_scaled(frequencies_R: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

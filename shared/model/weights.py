@@ -197,6 +197,16 @@ class WeightReader:
 
     def _layer(self, layer: Layer, keep: Callable[[Linear, bool], L]) -> LayerWeights[L]:
         c, attention = self._config, layer.attention
+        order_D = self._head_order()
+
+        def qkv() -> Linear:
+            """With the elements of the heads of q and k as `Rope.head_order` has them."""
+            projected = self._linear(attention.qkv)
+            if order_D is None:
+                return projected
+            order_ND = torch.arange(projected.shape[0], device=self._device).view(-1, c.head_dim)
+            order_ND[: -c.num_kv_heads] = order_ND[: -c.num_kv_heads, order_D]
+            return projected.with_outputs(order_ND.flatten())
 
         def linear(projection: Projection, *, is_gate_up: bool = False) -> L:
             return keep(self._linear(projection), is_gate_up)
@@ -208,7 +218,8 @@ class WeightReader:
             """The weights of the q and k norms for each head, so that one call applies both."""
             q, k = torch.split(self._stack(sizes), list(sizes.values()))
             q_HD, k_KD = q.view(-1, c.head_dim), k.view(-1, c.head_dim)
-            return torch.cat([q_HD.expand(c.num_heads, -1), k_KD.expand(c.num_kv_heads, -1)])
+            norms_ND = torch.cat([q_HD.expand(c.num_heads, -1), k_KD.expand(c.num_kv_heads, -1)])
+            return norms_ND if order_D is None else norms_ND[:, order_D]
 
         def dense(mlp: DenseMlp) -> MlpWeights[L]:
             return MlpWeights(gate_up_proj=linear(mlp.gate_up, is_gate_up=True), down_proj=linear(mlp.down))
@@ -224,7 +235,7 @@ class WeightReader:
         return LayerWeights(
             attention_norm_D=norm(layer.attention_norm),
             attention=AttentionWeights(
-                qkv_proj=linear(attention.qkv),
+                qkv_proj=keep(qkv(), False),
                 qk_norm_ND=qk_norm(_qk_norm_sizes(c, attention)) if attention.qk_norms else None,
                 norms_whole_qk=attention.norms_whole_qk,
                 o_proj=linear(attention.o),
@@ -232,6 +243,11 @@ class WeightReader:
             mlp_norm_D=norm(layer.mlp_norm),
             mlp=experts(layer.mlp) if isinstance(layer.mlp, ExpertsMlp) else dense(layer.mlp),
         )
+
+    def _head_order(self) -> torch.Tensor | None:
+        """None: as the checkpoint has them."""
+        order = self._config.rope.head_order(self._config.head_dim)
+        return None if order == sorted(order) else torch.tensor(order, device=self._device)
 
     def _linear(self, projection: Projection) -> Linear:
         bias_N = None

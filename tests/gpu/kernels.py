@@ -210,7 +210,7 @@ def rope_write(tensors: Tensors, tokens: int) -> Pair:
     k_pages, v_pages = (tensors.one(num_pages, kv_heads, PAGE_SIZE, HEAD_DIM) for _ in range(2))
     positions = torch.arange(tokens, device=tensors.place.device)
     at = torch.randperm(num_pages, device=positions.device)[positions // PAGE_SIZE], positions % PAGE_SIZE
-    waves = rotary_waves(Rope(theta=10_000.0), HEAD_DIM, positions.device)
+    waves = rotary_waves(Rope(theta=10_000.0, rotary_dim=HEAD_DIM), HEAD_DIM, positions.device)
     cos, sin = layers.rotary_cos_sin(positions, waves, tensors.dtype)
     halves = tuple(one[:, 0, : HEAD_DIM // 2].contiguous() for one in (cos, sin))
 

@@ -78,7 +78,7 @@ def test_norm_rope_write(team: Team, heads: Heads) -> None:
     qkv_TND = torch.randn(T, H + 2 * K, D).bfloat16()
     norm_ND = torch.randn(H + K, D) if heads.qk_norm else None
     cos_sin_T2R = rotary_cos_sin(
-        team, torch.arange(T) * 13, rotary_waves(Rope(theta=10_000.0), D, torch.device("cpu"))
+        team, torch.arange(T) * 13, rotary_waves(Rope(theta=10_000.0, rotary_dim=D), D, torch.device("cpu"))
     )
     num_pages = T + 2
     k_pages, v_pages = (torch.full((num_pages, K, S, D), 50.0, dtype=torch.bfloat16) for _ in range(2))

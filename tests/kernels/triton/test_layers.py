@@ -65,7 +65,7 @@ def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_pairs", [1, 12, 64])
 def test_rotary(num_pairs: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 7, 4095, 131071])
-    waves = rotary_waves(Rope(theta=10_000.0), 2 * num_pairs, positions.device)
+    waves = rotary_waves(Rope(theta=10_000.0, rotary_dim=2 * num_pairs), 2 * num_pairs, positions.device)
     waves[1] = torch.linspace(0.5, 1.5, num_pairs)
     cos_T1D, sin_T1D = layers.rotary_cos_sin(positions, waves, dtype)
     cos_TR, sin_TR = rotary(positions, waves, dtype)
@@ -104,7 +104,7 @@ def test_norm_rope_write(shape: Shape, has_norm: bool, dtype: torch.dtype) -> No
     pages_T, offsets_T = torch.tensor([5, 2, 6]), torch.tensor([0, S - 1, S // 2])
     qkv = randn(3, H + 2 * K, D, dtype=dtype)
     weight = randn(H + K, D, dtype=dtype, seed=1) if has_norm else None
-    waves = rotary_waves(Rope(theta=10_000.0), D, positions.device)
+    waves = rotary_waves(Rope(theta=10_000.0, rotary_dim=D), D, positions.device)
     k_pages, v_pages = (torch.full((7, K, S, D), fill, dtype=dtype) for fill in (3.0, 4.0))
     expected_k, expected_v = k_pages.clone(), v_pages.clone()
 

@@ -36,6 +36,7 @@ LLAMA3_ROPE = {
 }
 LLAMA3 = Rope(
     theta=5e5,
+    rotary_dim=16,
     scaling=Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
     ),
@@ -80,7 +81,7 @@ def test_a_plain_llama(tmp_path: Path) -> None:
         head_dim=16,
         layers=tuple(llama_layer(f"model.layers.{i}") for i in range(3)),
         rms_norm_eps=1e-5,
-        rope=Rope(theta=10_000.0),
+        rope=Rope(theta=10_000.0, rotary_dim=16),
         max_position_embeddings=512,
         tie_word_embeddings=False,
         sliding_window=None,
@@ -204,7 +205,8 @@ def test_eos_token_ids_are_the_union_of_both_files(
         ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
         ({"eos_token_id": 512}, ["eos_token_id", "512"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "16"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.45}}, ["partial_rotary_factor", "0.45"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", "factor"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e7}}, ["rope_scaling", "factor", "134217728"]),
         ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling", "factor"]),

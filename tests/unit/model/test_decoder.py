@@ -75,8 +75,21 @@ def test_chunked_prefill_and_decode_equal_transformers(model_folder: ModelFolder
         ("llama", {"rope_scaling": DYNAMIC, "max_position_embeddings": 100}, 1e-3),
         ("llama", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 64}}, 1e-4),
         ("llama", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 512}}, 1e-4),
+        ("phi3", {"original_max_position_embeddings": 64}, 1e-4),
+        ("phi3", {"rope_scaling": None, "partial_rotary_factor": 0.5}, 1e-4),
     ],
-    ids=["llama3", "linear", "default", "yarn", "yarn-mscale", "dynamic", "long", "short"],
+    ids=[
+        "llama3",
+        "linear",
+        "default",
+        "yarn",
+        "yarn-mscale",
+        "dynamic",
+        "long",
+        "short",
+        "phi3",
+        "phi3-default",
+    ],
 )
 def test_rope_scaling_equals_transformers_far_from_the_start(
     model_folder: ModelFolder, architecture: str, rope: dict[str, object], atol: float

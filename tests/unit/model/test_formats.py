@@ -78,6 +78,14 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
     assert isinstance(load(folders[name]).lm_head, DenseLinear)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_outputs_in_another_order(folders: dict[str, Path], name: str) -> None:
+    linear = load(folders[name]).layers[0].mlp.gate_up_proj
+    order_N = torch.randperm(linear.shape[0])
+    x_TK = torch.randn(3, linear.shape[1]).bfloat16()
+    assert torch.equal(linear.with_outputs(order_N).multiply(x_TK), linear.multiply(x_TK)[:, order_N])
+
+
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block"])
 def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, Path], name: str) -> None:
     config = load_model_config(folders[name])

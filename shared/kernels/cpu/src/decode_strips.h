@@ -1,7 +1,7 @@
 // Products of decode attention: a few query heads of one KV head and a block of keys that is read only once.
 //
 // The sums have the order of attention_strips.h. Packing a block for so few rows would cost as much as reading it, so
-// vectors take K and V as they lie in their pages. For each line of a block it prefetches one of the next block. Rows
+// HeadStrips takes K and V as they lie in their pages. For each line of a block it prefetches one of the next block. Rows
 // of K are read one after the other, as the hardware prefetches them.
 #pragma once
 #include "attention_keys.h"

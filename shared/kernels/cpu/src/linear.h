@@ -10,6 +10,8 @@
 // with a scale of their own are added up in float32, in ascending order. So the result of a row does not depend on the
 // batch. Where activations are to stay in 16 bits, codes become bf16 instead.
 #pragma once
+#include <algorithm>
+
 #include "quantize.h"
 #include "threads.h"
 #include "vec.h"

@@ -34,7 +34,7 @@ inline void add_products(const Group& group, int64_t fetched, const char* ahead,
         std::memcpy(&quad, group.x + r * group.stride + k, 4);
         const Words xr = words(quad);
 #pragma GCC unroll 4
-        for (int j = 0; j < J; j++) sums[r][j] = dot_quads(sums[r][j], codes[j], xr);
+        for (int j = 0; j < J; j++) sums[r][j] = dot_quads<Bits>(sums[r][j], codes[j], xr);
       }
     };
     if constexpr (Bits == 8) {

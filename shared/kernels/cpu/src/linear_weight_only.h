@@ -183,8 +183,8 @@ class Product {
 #ifdef BATON_HAS_AMX
     if (by_tiles_) {
       if (rows != configured_) amx::configure(amx::shapes_of(configured_ = int(rows)));
-      if (rows > amx::kTileRows) amx::sum_32_rows(x, stride, part_.size, unpacked_, sums);
-      else amx::sum_16_rows(x, stride, part_.size, unpacked_, sums);
+      if (rows > amx::kTileRows) amx::sum_32_rows(x, stride, part_.size, unpacked_, true, sums);
+      else amx::sum_16_rows(x, stride, part_.size, unpacked_, true, sums);
       return;
     }
 #endif

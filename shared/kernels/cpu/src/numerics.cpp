@@ -12,6 +12,6 @@ extern "C" const char* baton_numerics() {
 #ifdef __AVX512BF16__
   return BATON_SUMS "/avx512_bf16";
 #else
-  return BATON_SUMS "/fma";  // AVX512 and AVX2 alike
+  return BATON_SUMS "/fma";  // by AVX512 and by AVX2
 #endif
 }

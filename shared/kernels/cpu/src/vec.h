@@ -85,6 +85,9 @@ inline Floats dot_pairs(Floats acc, Words a, Words b) {
 #endif
 }
 
+// dot_quads<Bits>(acc, w, x): acc[i] += w[4i] * x[4i] + ... + w[4i + 3] * x[4i + 3] for 64 unsigned bytes in w, below
+// 2^Bits, and 64 signed ones in x. Exact.
+
 // Of each byte the lower four bits, and the upper four.
 inline Words lower_nibbles(Words x) { return x & words(0x0f0f0f0f); }
 inline Words upper_nibbles(Words x) { return lower_nibbles(shift_right(x, 4)); }
@@ -121,7 +124,8 @@ inline void transpose(Words (&rows)[16]) {
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++) {
     const Words upper_even = even_quarters(rows[c], rows[4 + c]), upper_odd = odd_quarters(rows[c], rows[4 + c]);
-    const Words lower_even = even_quarters(rows[8 + c], rows[12 + c]), lower_odd = odd_quarters(rows[8 + c], rows[12 + c]);
+    const Words lower_even = even_quarters(rows[8 + c], rows[12 + c]);
+    const Words lower_odd = odd_quarters(rows[8 + c], rows[12 + c]);
     rows[c] = even_quarters(upper_even, lower_even);
     rows[4 + c] = even_quarters(upper_odd, lower_odd);
     rows[8 + c] = odd_quarters(upper_even, lower_even);

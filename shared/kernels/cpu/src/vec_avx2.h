@@ -64,12 +64,12 @@ inline Doubles nearest(Doubles x) {
   return {_mm256_round_pd(x.lower, kMode), _mm256_round_pd(x.upper, kMode)};
 }
 inline Floats to_floats(Doubles lower, Doubles upper) {
-  const auto narrow = [](Doubles x) { return _mm256_set_m128(_mm256_cvtpd_ps(x.upper), _mm256_cvtpd_ps(x.lower)); };
-  return {narrow(lower), narrow(upper)};
+  return {_mm256_set_m128(_mm256_cvtpd_ps(lower.upper), _mm256_cvtpd_ps(lower.lower)),
+          _mm256_set_m128(_mm256_cvtpd_ps(upper.upper), _mm256_cvtpd_ps(upper.lower))};
 }
 inline Words to_ints(Doubles lower, Doubles upper) {
-  const auto narrow = [](Doubles x) { return _mm256_set_m128i(_mm256_cvtpd_epi32(x.upper), _mm256_cvtpd_epi32(x.lower)); };
-  return {narrow(lower), narrow(upper)};
+  return {_mm256_set_m128i(_mm256_cvtpd_epi32(lower.upper), _mm256_cvtpd_epi32(lower.lower)),
+          _mm256_set_m128i(_mm256_cvtpd_epi32(upper.upper), _mm256_cvtpd_epi32(upper.lower))};
 }
 
 inline Words words(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -77,7 +77,9 @@ inline Words load_words(const void* p) {
   const __m256i* const from = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
 }
-inline Words load_half(const void* p) { return {_mm256_loadu_si256(static_cast<const __m256i*>(p)), _mm256_setzero_si256()}; }
+inline Words load_half(const void* p) {
+  return {_mm256_loadu_si256(static_cast<const __m256i*>(p)), _mm256_setzero_si256()};
+}
 inline Words load_quarters(const void* a, const void* b, const void* c, const void* d) {
   const auto load = [](const void* lower, const void* upper) {
     return _mm256_loadu2_m128i(static_cast<const __m128i*>(upper), static_cast<const __m128i*>(lower));
@@ -92,7 +94,9 @@ inline Words operator&(Words a, Words b) { return {a.lower & b.lower, a.upper & 
 inline Words operator|(Words a, Words b) { return {a.lower | b.lower, a.upper | b.upper}; }
 inline Words operator^(Words a, Words b) { return {a.lower ^ b.lower, a.upper ^ b.upper}; }
 inline Words add(Words a, Words b) { return {_mm256_add_epi32(a.lower, b.lower), _mm256_add_epi32(a.upper, b.upper)}; }
-inline Words subtract(Words a, Words b) { return {_mm256_sub_epi32(a.lower, b.lower), _mm256_sub_epi32(a.upper, b.upper)}; }
+inline Words subtract(Words a, Words b) {
+  return {_mm256_sub_epi32(a.lower, b.lower), _mm256_sub_epi32(a.upper, b.upper)};
+}
 inline Words multiply(Words a, Words b) {
   return {_mm256_mullo_epi32(a.lower, b.lower), _mm256_mullo_epi32(a.upper, b.upper)};
 }
@@ -155,12 +159,6 @@ inline __m128i to_bytes(Words x) {
   return _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
 }
 
-// Below -1000 no power of two is left.
-inline Floats fraction(Floats x) {
-  x = max(floats(-1000.0f), x);
-  return x - floor(x);
-}
-
 // Two factors, since 2^n itself may be no number of float32.
 inline Floats times_power(Floats x, Floats n) {
   const Words whole = to_ints(floor(min(floats(254.0f), max(floats(-252.0f), n))));
@@ -169,9 +167,12 @@ inline Floats times_power(Floats x, Floats n) {
   return x * power(half) * power(subtract(whole, half));
 }
 
-inline Lanes less(Words a, Words b) { return {_mm256_cmpgt_epi32(b.lower, a.lower), _mm256_cmpgt_epi32(b.upper, a.upper)}; }
+inline Lanes less(Words a, Words b) {
+  return {_mm256_cmpgt_epi32(b.lower, a.lower), _mm256_cmpgt_epi32(b.upper, a.upper)};
+}
 template <int Kind> Lanes compare(Floats a, Floats b) {
-  return {_mm256_castps_si256(_mm256_cmp_ps(a.lower, b.lower, Kind)), _mm256_castps_si256(_mm256_cmp_ps(a.upper, b.upper, Kind))};
+  return {_mm256_castps_si256(_mm256_cmp_ps(a.lower, b.lower, Kind)),
+          _mm256_castps_si256(_mm256_cmp_ps(a.upper, b.upper, Kind))};
 }
 inline Lanes less(Floats a, Floats b) { return compare<_CMP_LT_OQ>(a, b); }
 inline Lanes at_most(Floats a, Floats b) { return compare<_CMP_LE_OQ>(a, b); }
@@ -181,6 +182,15 @@ inline Lanes lanes_before(int64_t count) {
   const Words lanes{_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
   return less(lanes, words(int32_t(std::clamp<int64_t>(count, 0, 16))));
 }
+// The difference is rounded down, as by vreduceps. For an x below -1000 it is that of -1000, since no power of two of
+// such an x is left.
+inline Floats fraction(Floats x) {
+  x = max(floats(-1000.0f), x);
+  const Floats whole = floor(x), difference = x - whole;
+  const Lanes above = less(x, difference + whole);  // -1 as integers
+  return as_floats(add(as_words(difference), Words{above.lower, above.upper}));
+}
+
 inline Lanes operator&(Lanes a, Lanes b) { return {a.lower & b.lower, a.upper & b.upper}; }
 inline Lanes operator~(Lanes lanes) { return {~lanes.lower, ~lanes.upper}; }
 inline unsigned bits(Lanes lanes) {
@@ -227,18 +237,20 @@ inline void store_chosen(float* p, Lanes lanes, Floats x) {
   for (unsigned left = bits(lanes); left != 0; left &= left - 1) *p++ = values[__builtin_ctz(left)];
 }
 
-inline __m256i dot_quads(__m256i acc, __m256i w, __m256i x) {
+template <int Bits> inline __m256i dot_quads(__m256i acc, __m256i w, __m256i x) {
 #ifdef __AVXVNNI__
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
   return acc;
 #else
+  if constexpr (Bits == 4)
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
   const __m256i even = _mm256_madd_epi16(w & _mm256_set1_epi16(0xff), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 #endif
 }
-inline Words dot_quads(Words acc, Words w, Words x) {
-  return {dot_quads(acc.lower, w.lower, x.lower), dot_quads(acc.upper, w.upper, x.upper)};
+template <int Bits> inline Words dot_quads(Words acc, Words w, Words x) {
+  return {dot_quads<Bits>(acc.lower, w.lower, x.lower), dot_quads<Bits>(acc.upper, w.upper, x.upper)};
 }
 
 }  // namespace baton

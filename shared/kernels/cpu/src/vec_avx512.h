@@ -41,7 +41,9 @@ inline Words to_ints(Doubles lower, Doubles upper) {
 
 inline Words words(int32_t x) { return _mm512_set1_epi32(x); }
 inline Words load_words(const void* p) { return _mm512_loadu_si512(p); }
-inline Words load_half(const void* p) { return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline Words load_half(const void* p) {
+  return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
 inline Words load_quarters(const void* a, const void* b, const void* c, const void* d) {
   const auto load = [](const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); };
   const Words two = _mm512_mask_broadcast_i32x4(_mm512_zextsi128_si512(load(a)), 0x00f0, load(b));
@@ -98,11 +100,13 @@ inline void store_first(int8_t* p, Lanes lanes, __m128i x) { _mm_mask_storeu_epi
 inline void store_chosen(float* p, Lanes lanes, Floats x) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps(lanes, x)); }
 
 // GCC 12 copies and spills the accumulators of loops over _mm512_dpbusd_epi32, which halves their speed.
-inline Words dot_quads(Words acc, Words w, Words x) {
+template <int Bits> inline Words dot_quads(Words acc, Words w, Words x) {
 #ifdef __AVX512VNNI__
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
   return acc;
 #else
+  if constexpr (Bits == 4)
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0xff)),
                                          _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
   const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(x, 8));
