@@ -175,7 +175,8 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ("awq", lambda config: config.update(bits=3), ["bits", "3"]),
     ("gptq", lambda config: config.update(bits=2), ["bits", "2"]),
     ("gptq", lambda config: config.update(checkpoint_format="marlin"), ["checkpoint_format", "marlin"]),
-    ("gptq", lambda config: config.update(dynamic={"-:lm_head": {}}), ["dynamic"]),
+    ("gptq", lambda config: config.update(dynamic={r"+:.*\.18\..*": {"bits": 8}}), ["dynamic"]),
+    ("gptq", lambda config: config.update(dynamic={"-:(gate": {}}), ["re:(gate"]),
     ("gptq", lambda config: config.update(group_size=-2), ["group_size"]),
 ]
 
@@ -204,6 +205,15 @@ def test_what_libraries_of_several_years_write_is_read(
 ) -> None:
     folder = changed(folders[name], tmp_path / "changed", change)
     assert load_model_config(folder).quantization == load_model_config(folders[name]).quantization
+
+
+def test_layers_that_gptq_leaves_out_are_not_quantized(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(
+        folders["gptq"], tmp_path / "changed", lambda config: config.update(dynamic={r"-:.*\.gate$": {}})
+    )
+    quantization = load_model_config(folder).quantization
+    assert quantization is not None and quantization.scheme_of("model.layers.0.mlp.gate") is None
+    assert quantization.scheme_of("model.layers.0.mlp.gate_proj") is not None
 
 
 @pytest.mark.parametrize(
