@@ -7,6 +7,12 @@
 //
 // __m256i has 16 bf16 and __m128i 16 bytes. A quarter of a vector has 128 bits; the interleaving functions work on each
 // quarter by itself. What is written in these gives the same bits by both, except where AVX512 has BF16.
+//
+//   fraction(x)               x - floor(x), rounded down
+//   times_power(x, n)         x * 2^floor(n)
+//   load_first, store_first   elements of fewer bits, of lanes that lanes_before() gave
+//   store_chosen              the chosen lanes one after the other; room for 16 more is needed
+//   vectors_at_once(rows)     how many vectors of sums for each of so many rows fit in registers
 #pragma once
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #include "vec_avx512.h"
@@ -31,8 +37,6 @@ inline float to_float(bf16 x) {
 // 16 bf16 as float32.
 inline Floats widen(__m256i x) { return as_floats(shift_left(from_halves(x), 16)); }
 
-inline Floats load16(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-
 // 16 float32 as bf16, rounded to the nearest, ties to even; NaN stays NaN.
 inline __m256i narrow(Floats x) {
 #ifdef __AVX512BF16__
@@ -51,8 +55,6 @@ inline Lanes lanes_below(int64_t end, int64_t first) { return lanes_before(end -
 
 inline Floats load_lanes(const bf16* p, Lanes lanes) { return widen(load_first(p, lanes)); }
 inline void store_lanes(bf16* p, Lanes lanes, Floats x) { store_first(p, lanes, narrow(x)); }
-
-inline bf16 to_bf16(float x) { return bf16(_mm_extract_epi16(_mm256_castsi256_si128(narrow(floats(x))), 0)); }
 
 // The sum of all lanes, halves first.
 inline float sum_lanes(Floats x) {
