@@ -56,8 +56,10 @@ class LayerWeights(Generic[L]):
 
     attention_norm_D: torch.Tensor
     attention: AttentionWeights[L]
+    attention_out_norm_D: torch.Tensor | None
     mlp_norm_D: torch.Tensor
     mlp: MlpWeights[L]
+    mlp_out_norm_D: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +204,9 @@ class WeightReader:
         def norm(name: str) -> torch.Tensor:
             return self._stack({name: c.hidden_size})
 
+        def out_norm(name: str | None) -> torch.Tensor | None:
+            return None if name is None else norm(name)
+
         def qk_norm(names: tuple[str, str]) -> torch.Tensor:
             """The weights of the q and k norms, repeated for each head, so that one call applies both."""
             q_D, k_D = torch.split(self._stack(dict.fromkeys(names, c.head_dim)), c.head_dim)
@@ -215,8 +220,10 @@ class WeightReader:
                 qk_norm_ND=qk_norm(attention.qk_norms) if attention.qk_norms else None,
                 o_proj=linear(attention.o),
             ),
+            attention_out_norm_D=out_norm(layer.attention_out_norm),
             mlp_norm_D=norm(layer.mlp_norm),
             mlp=MlpWeights(gate_up_proj=linear(mlp.gate_up, is_gate_up=True), down_proj=linear(mlp.down)),
+            mlp_out_norm_D=out_norm(layer.mlp_out_norm),
         )
 
     def _head_order(self) -> torch.Tensor | None:
@@ -275,7 +282,7 @@ def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
                 layer = LinearSpec(name, n, projection.num_inputs, scheme)
                 specs.update(FORMATS[scheme.layout].tensors(layer))
     for each in c.layers:
-        specs.update(dict.fromkeys((each.attention_norm, each.mlp_norm), TensorSpec((c.hidden_size,))))
+        specs.update(dict.fromkeys(each.norms, TensorSpec((c.hidden_size,))))
         specs.update(dict.fromkeys(each.attention.qk_norms or (), TensorSpec((c.head_dim,))))
     return specs
 

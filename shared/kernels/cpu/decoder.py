@@ -44,11 +44,13 @@ class LinearDesc(ctypes.Structure):
 
 
 class LayerDesc(ctypes.Structure):
-    """A layer. Norms are float32. `qk_norm` is null where the model has none."""
+    """A layer. Norms are float32. `qk_norm` and each `out_norm` are null where the model has none."""
 
     _fields_ = (
         ("attention_norm", _Pointer),
+        ("attention_out_norm", _Pointer),
         ("mlp_norm", _Pointer),
+        ("mlp_out_norm", _Pointer),
         ("qk_norm", _Pointer),
         ("qkv", LinearDesc),
         ("o", LinearDesc),

@@ -45,6 +45,7 @@ MODELS = {
     "qwen2": {},
     "qwen3": {"num_hidden_layers": 1},
     "phi3": {},
+    "glm4": {},
 }
 BF16_FACTOR = 1.1
 """The native path rounds to bf16 in a subset of the places where torch does: its residual stream stays float32."""
@@ -106,7 +107,7 @@ def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).square().mean().sqrt() / exact.std())
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "phi3", "glm4"])
 def test_a_rows_logits_depend_on_nothing_else(folder_of: Callable[[str], Path], name: str) -> None:
     """Alone or in a batch, in one chunk or several: the same bits."""
     ids = prompts(7)

@@ -184,11 +184,14 @@ def test_eos_token_ids_are_the_union_of_both_files(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (
-            {"architectures": ["MixtralForCausalLM"]},
-            ["MixtralForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
-        ),
+        ({"architectures": ["GlmForCausalLM"]}, ["GlmForCausalLM", "LlamaForCausalLM, MistralForCausalLM"]),
         ({"architectures": []}, ["architectures"]),
+        ({"architectures": ["MixtralForCausalLM"]}, ["nearest that is supported is MistralForCausalLM"]),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, ["recurrent state", "nearest", "is Qwen3ForCausalLM"]),
+        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, ["Qwen3_5", "recurrent state"]),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, ["DeepseekV3ForCausalLM", "latent"]),
+        ({"architectures": ["KimiLinearForCausalLM"]}, ["recurrent state"]),
+        ({"architectures": ["KimiK25ForConditionalGeneration"]}, ["latent"]),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes"]),
         ({"hidden_size": "64"}, ["hidden_size", "str"]),
         ({"hidden_size": None}, ["hidden_size"]),

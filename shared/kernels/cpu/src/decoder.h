@@ -10,9 +10,11 @@
 namespace baton {
 
 struct LayerDesc {
-  const float* attention_norm;  // [hidden_size]
-  const float* mlp_norm;        // [hidden_size]
-  const float* qk_norm;         // [num_heads + num_kv_heads][head_dim], or null
+  const float* attention_norm;      // [hidden_size]
+  const float* attention_out_norm;  // [hidden_size], or null
+  const float* mlp_norm;            // [hidden_size]
+  const float* mlp_out_norm;        // [hidden_size], or null
+  const float* qk_norm;             // [num_heads + num_kv_heads][head_dim], or null
   PackedLinear qkv, o, gate_up, down;
 };
 
