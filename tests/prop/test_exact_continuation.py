@@ -38,11 +38,13 @@ from tests.quantized_models import compressed_tensors, gptq, quantize_folder
 MODELS = {
     "qwen3": {"num_hidden_layers": 2},
     "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 48},
+    "glm4": {"num_hidden_layers": 2},
 }
 QUANTIZED = {
     "qwen3-w8a8": ("qwen3", lambda: compressed_tensors(8, activations=True)),
     "llama-gptq": ("llama", lambda: gptq(4, 32, desc_act=True)),
     "llama-int4": ("llama", lambda: None),
+    "glm4-int4": ("glm4", lambda: None),
     "qwen3-gptq-weight-only": ("qwen3", lambda: gptq(4, 32, desc_act=True)),
     "qwen3-kv-int8": ("qwen3", lambda: None),
     "llama-w8a8-kv-int8": ("llama", lambda: compressed_tensors(8, activations=True)),
