@@ -186,7 +186,8 @@ def read_rope(fields: ConfigFields, heads: Heads, path: Path, *, of_neighbours: 
     if "full_attention" in raw or "sliding_attention" in raw:
         raise ModelError(f"{path}: {key}: rotary parameters per layer type are not supported")
     rope = convert(raw, _RopeFields, path, key)
-    part = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
+    parts = (rope.partial_rotary_factor, fields.partial_rotary_factor, 1.0)
+    part = next(each for each in parts if each is not None)
     rotary_dim = int(heads.head_dim * part)
     if rotary_dim % 2 or not 0 < rotary_dim <= heads.head_dim:
         raise ModelError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.model.config_fields import ConfigFields
+from shared.model.config_fields import ConfigFields, HeadDim
 from shared.model.family import Family, fused_mlp, o_projection, qkv_projection
 from shared.model.layer_records import Attention, Heads, Layer
 
@@ -10,6 +10,7 @@ from shared.model.layer_records import Attention, Heads, Layer
 class Glm4Fields(ConfigFields, kw_only=True):
     """Keys of config.json."""
 
+    head_dim: HeadDim = 128
     partial_rotary_factor: float = 0.5
     attention_bias: bool = True
 

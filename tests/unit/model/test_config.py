@@ -209,6 +209,7 @@ def test_eos_token_ids_are_the_union_of_both_files(
         ({"eos_token_id": 512}, ["eos_token_id", "512"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id"]),
         ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "16"]),
+        ({"partial_rotary_factor": 0.0}, ["partial_rotary_factor", "0.0 of 16"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.45}}, ["partial_rotary_factor", "0.45"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", "factor"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e7}}, ["rope_scaling", "factor", "134217728"]),
