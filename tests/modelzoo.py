@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 MIXTURES = ("qwen3moe", "olmoe", "mixtral")
-ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", *MIXTURES)
+ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "glm4", *MIXTURES)
 
 EOS_TOKEN = "<|endoftext|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -216,6 +216,8 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
             parts = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
             rope = {"rope_scaling": dict(_LONGROPE), **parts}
             return transformers.Phi3Config(**{**rope, **sizes})
+        case "glm4":
+            return transformers.Glm4Config(**{"head_dim": 32, **sizes})
     raise ValueError(f"{architecture!r} is none of {ARCHITECTURES}")
 
 

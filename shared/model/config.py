@@ -8,6 +8,7 @@ name. The router imports this file, so this file never imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,23 @@ import msgspec
 
 from shared.errors import ModelError
 from shared.model.config_fields import ConfigFields, TokenIds, decode_file
+from shared.model.family import Family
 from shared.model.layer_records import ExpertsMlp, Heads, Layer
 from shared.model.models import families
 from shared.model.quantization import Quantization, read_quantization
 from shared.model.rope import Rope, read_rope
+
+_RECURRENT = " (it has layers with a recurrent state)"
+_LATENT = " (its attention keeps a latent vector in place of keys and values)"
+_OTHER_STATES = {
+    "Qwen3_5": _RECURRENT,
+    "Qwen3Next": _RECURRENT,
+    "KimiLinear": _RECURRENT,
+    "DeepseekV2": _LATENT,
+    "DeepseekV3": _LATENT,
+    "Kimi": _LATENT,
+}
+"""How the names of architectures begin that keep something else than the keys and values of each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +114,10 @@ def load_model_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     identity = decode_file(path, _Identity)
     architecture = identity.architectures[0] if identity.architectures else "(an empty list)"
-    supported = families()
-    if architecture not in supported:
-        raise ModelError(
-            f"{path}: architectures: {architecture} is not supported; supported are {', '.join(supported)}"
-        )
-    family, quantization = supported[architecture], identity.quantization_config
+    family, quantization = _family(architecture, path), identity.quantization_config
     fields = decode_file(path, family.fields)
     heads = _heads(fields, path)
-    rope = read_rope(fields, heads, path)
+    rope = read_rope(fields, heads, path, of_neighbours=family.rotates_neighbours)
     config = ModelConfig(
         architecture=architecture,
         model_type=fields.model_type,
@@ -129,6 +138,18 @@ def load_model_config(folder: Path) -> ModelConfig:
         quantization=None if quantization is None else read_quantization(quantization, path),
     )
     return config.made_for(config.context_length)
+
+
+def _family(architecture: str, path: Path) -> Family[Any]:
+    supported = families()
+    if architecture in supported:
+        return supported[architecture]
+    reasons = [reason for name, reason in _OTHER_STATES.items() if architecture.startswith(name)]
+    (nearest,) = get_close_matches(architecture, supported, n=1, cutoff=0)
+    raise ModelError(
+        f"{path}: architectures: {architecture} is not supported{''.join(reasons[:1])}; the nearest that is "
+        f"supported is {nearest}, and all are {', '.join(supported)}"
+    )
 
 
 def _heads(fields: ConfigFields, path: Path) -> Heads:

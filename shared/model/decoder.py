@@ -69,12 +69,9 @@ class Decoder:
         for i, layer in enumerate(self.weights.layers):
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.attention_norm_D, eps)
             x_TD = self._attention(i, layer.attention, normed_TD, rotary, ops)
+            x_TD = self._normed(x_TD, layer.attention_out_norm_D, ops)
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.mlp_norm_D, eps)
-            x_TD = (
-                _experts(layer.mlp, normed_TD, ops)
-                if isinstance(layer.mlp, ExpertsWeights)
-                else _mlp(layer.mlp, normed_TD, ops)
-            )
+            x_TD = self._normed(_mlp(layer.mlp, normed_TD, ops), layer.mlp_out_norm_D, ops)
         assert residual_TD is not None, "the model has no layers"
         return torch.add(residual_TD, x_TD, out=out_TD)
 
@@ -83,6 +80,10 @@ class Decoder:
         normed_BD, _ = ops.add_norm(hidden_BD, None, self.weights.norm_D, self.config.rms_norm_eps)
         logits_BV = ops.linear(normed_BD, self.weights.lm_head)
         return logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
+
+    def _normed(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """`x_TD` where there is no weight."""
+        return x_TD if weight_D is None else ops.add_norm(x_TD, None, weight_D, self.config.rms_norm_eps)[0]
 
     def _attention(
         self, i: int, weights: AttentionWeights[Linear], x_TD: torch.Tensor, rotary: Rotary, ops: Ops
@@ -104,10 +105,8 @@ class Decoder:
             x_TQ.copy_(ops.add_norm(x_TQ.contiguous(), None, weight_Q, self.config.rms_norm_eps)[0])
 
 
-def _experts(weights: ExpertsWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
-    return multiply(x_TD, ops.linear(x_TD, weights.router), weights, ops)
-
-
-def _mlp(weights: MlpWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+def _mlp(weights: MlpWeights[Linear] | ExpertsWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+    if isinstance(weights, ExpertsWeights):
+        return multiply(x_TD, ops.linear(x_TD, weights.router), weights, ops)
     gate_up_TG = ops.linear(x_TD, weights.gate_up_proj)
     return ops.linear(ops.silu_mul(gate_up_TG), weights.down_proj)

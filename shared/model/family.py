@@ -26,6 +26,8 @@ class Family(Generic[F]):
     """Layer i."""
     sliding_window: Callable[[F], int | None] = lambda fields: None
     """The window of any layer that has one."""
+    rotates_neighbours: bool = False
+    """Whether element 2i of a head is rotated with 2i + 1."""
 
 
 def qkv_projection(attention: str, fields: ConfigFields, heads: Heads, *, has_bias: bool) -> Projection:

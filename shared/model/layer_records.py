@@ -91,12 +91,23 @@ class ExpertsMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """x + attention(norm(x)), and that as x + mlp(norm(x)). A norm is the name of an RMSNorm's weight."""
+    """x + attention(norm(x)), and that as x + mlp(norm(x)). A norm is the name of an RMSNorm's weight.
+
+    An `out_norm` is applied to what attention or mlp gives, before the sum.
+    """
 
     attention_norm: str
     attention: Attention
+    attention_out_norm: str | None = None
     mlp_norm: str
     mlp: DenseMlp | ExpertsMlp
+    mlp_out_norm: str | None = None
+
+    @property
+    def norms(self) -> Iterator[str]:
+        """Of the hidden state."""
+        norms = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
+        yield from (norm for norm in norms if norm is not None)
 
     @property
     def projections(self) -> Iterator[Projection]:

@@ -113,7 +113,9 @@ class Packer:
         """The layer of packed linear layers."""
         desc = LayerDesc(
             attention_norm=self.floats(layer.attention_norm_D),
+            attention_out_norm=self.floats(layer.attention_out_norm_D),
             mlp_norm=self.floats(layer.mlp_norm_D),
+            mlp_out_norm=self.floats(layer.mlp_out_norm_D),
             qk_norm=self.floats(layer.attention.qk_norm_ND),
             qkv=layer.attention.qkv_proj,
             o=layer.attention.o_proj,

@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json describes it: `read_rope(fields, heads, path) -> Rope`.
+"""Rotary position embedding as config.json describes it: `read_rope`.
 
 The router imports this file, so this file never imports torch. `shared/model/rotary.py` computes the frequencies.
 
@@ -115,11 +115,13 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongSca
 class Rope:
     """Rotation of each head of q and k by angles that grow with the position (arXiv 2104.09864).
 
-    The first `rotary_dim` elements of a head are rotated, element i with i + rotary_dim / 2.
+    The first `rotary_dim` elements of a head are rotated: element i with i + rotary_dim / 2, or 2i with 2i + 1 if
+    it is `of_neighbours`.
     """
 
     theta: float
     rotary_dim: int
+    of_neighbours: bool = False
     scaling: Scaling | None = None
 
     def head_order(self, head_dim: int) -> list[int]:
@@ -128,10 +130,12 @@ class Rope:
         The pairs that are not rotated come last, with the angle 0. The heads of q and of k are put in this order
         when weights are loaded. The product of q and k is a sum, so their scores stay what they are.
         """
-        half = self.rotary_dim // 2
-        rest = list(range(self.rotary_dim, head_dim))
-        first, second = range(half), range(half, self.rotary_dim)
-        return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
+        rotated, rest = range(self.rotary_dim), range(self.rotary_dim, head_dim)
+        half, half_rest = len(rotated) // 2, len(rest) // 2
+        first, second = rotated[:half], rotated[half:]
+        if self.of_neighbours:
+            first, second = rotated[::2], rotated[1::2]
+        return [*first, *rest[:half_rest], *second, *rest[half_rest:]]
 
     def made_for(self, length: int) -> Rope:
         """The same, with the frequencies of a context of `length` tokens where they depend on it."""
@@ -174,7 +178,7 @@ class _RopeFields(msgspec.Struct, kw_only=True):
     original_max_position_embeddings: Positions | None = None
 
 
-def read_rope(fields: ConfigFields, heads: Heads, path: Path) -> Rope:
+def read_rope(fields: ConfigFields, heads: Heads, path: Path, *, of_neighbours: bool) -> Rope:
     """Read the keys of rope in config.json, which is at `path`. Raises ModelError."""
     # transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters. With both, rope_scaling wins.
     key = "rope_scaling" if fields.rope_scaling else "rope_parameters"
@@ -182,7 +186,8 @@ def read_rope(fields: ConfigFields, heads: Heads, path: Path) -> Rope:
     if "full_attention" in raw or "sliding_attention" in raw:
         raise ModelError(f"{path}: {key}: rotary parameters per layer type are not supported")
     rope = convert(raw, _RopeFields, path, key)
-    part = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
+    parts = (rope.partial_rotary_factor, fields.partial_rotary_factor, 1.0)
+    part = next(each for each in parts if each is not None)
     rotary_dim = int(heads.head_dim * part)
     if rotary_dim % 2 or not 0 < rotary_dim <= heads.head_dim:
         raise ModelError(
@@ -217,7 +222,7 @@ def read_rope(fields: ConfigFields, heads: Heads, path: Path) -> Rope:
             supported = "default, linear, llama3, yarn, dynamic, longrope"
             raise ModelError(f"{path}: {key}: rope type {other} is not supported; supported are {supported}")
     theta = rope.rope_theta or fields.rope_theta or _DEFAULT_THETA
-    read = Rope(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+    read = Rope(theta=theta, rotary_dim=rotary_dim, of_neighbours=of_neighbours, scaling=scaling)
     if read.num_positions(most) > _MOST_POSITIONS:
         raise ModelError(f"{path}: {key}: factor: extends the context to more than {_MOST_POSITIONS} tokens")
     return read

@@ -68,8 +68,10 @@ class LayerWeights(Generic[L]):
 
     attention_norm_D: torch.Tensor
     attention: AttentionWeights[L]
+    attention_out_norm_D: torch.Tensor | None
     mlp_norm_D: torch.Tensor
     mlp: MlpWeights[L] | ExpertsWeights[L]
+    mlp_out_norm_D: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,9 @@ class WeightReader:
         def norm(name: str) -> torch.Tensor:
             return self._stack({name: c.hidden_size})
 
+        def out_norm(name: str | None) -> torch.Tensor | None:
+            return None if name is None else norm(name)
+
         def qk_norm(sizes: dict[str, int]) -> torch.Tensor:
             """The weights of the q and k norms for each head, so that one call applies both."""
             q, k = torch.split(self._stack(sizes), list(sizes.values()))
@@ -240,8 +245,10 @@ class WeightReader:
                 norms_whole_qk=attention.norms_whole_qk,
                 o_proj=linear(attention.o),
             ),
+            attention_out_norm_D=out_norm(layer.attention_out_norm),
             mlp_norm_D=norm(layer.mlp_norm),
             mlp=experts(layer.mlp) if isinstance(layer.mlp, ExpertsMlp) else dense(layer.mlp),
+            mlp_out_norm_D=out_norm(layer.mlp_out_norm),
         )
 
     def _head_order(self) -> torch.Tensor | None:
@@ -300,7 +307,7 @@ def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
                 layer = LinearSpec(name, n, projection.num_inputs, scheme)
                 specs.update(FORMATS[scheme.layout].tensors(layer))
     for each in c.layers:
-        specs.update(dict.fromkeys((each.attention_norm, each.mlp_norm), TensorSpec((c.hidden_size,))))
+        specs.update(dict.fromkeys(each.norms, TensorSpec((c.hidden_size,))))
         specs.update({name: TensorSpec((size,)) for name, size in _qk_norm_sizes(c, each.attention).items()})
         if isinstance(each.mlp, ExpertsMlp):
             _check_experts(c, each.mlp)

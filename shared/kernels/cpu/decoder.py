@@ -60,14 +60,17 @@ class ExpertsDesc(ctypes.Structure):
 
 
 class LayerDesc(ctypes.Structure):
-    """A layer. Norms are float32. `qk_norm` is null where the model has none, and 1 in `whole_qk` norms q as a whole.
+    """A layer. Norms are float32. `qk_norm` and each `out_norm` are null where the model has none. With 1 in
+    `whole_qk` q is normed as a whole, and so is k.
 
     `experts` points to an ExpertsDesc, or is null where the MLP is dense.
     """
 
     _fields_ = (
         ("attention_norm", _Pointer),
+        ("attention_out_norm", _Pointer),
         ("mlp_norm", _Pointer),
+        ("mlp_out_norm", _Pointer),
         ("qk_norm", _Pointer),
         ("qkv", LinearDesc),
         ("o", LinearDesc),

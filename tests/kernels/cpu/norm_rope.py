@@ -45,6 +45,18 @@ def rms_norm(team: Team, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float)
     return out_TD
 
 
+def add_rms_norm(
+    team: Team, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, residual_TD: torch.Tensor
+) -> None:
+    """Add the norm of float32 rows to other such rows."""
+    _check(x_TD, torch.float32)
+    _check(weight_D, torch.float32, *x_TD.shape[1:])
+    _check(residual_TD, torch.float32, *x_TD.shape)
+    kernel(team, "baton_add_rms_norm")(
+        team.handle, x_TD.data_ptr(), *x_TD.shape, weight_D.data_ptr(), eps, residual_TD.data_ptr()
+    )
+
+
 def rotary_cos_sin(team: Team, positions_T: torch.Tensor, waves_2R: torch.Tensor) -> torch.Tensor:
     """[T, 2, R] in float32: cosine, then sine of every angle, times amplitudes. `waves_2R` is as in rotary_waves."""
     _check(positions_T, torch.int64)

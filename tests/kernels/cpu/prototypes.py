@@ -22,6 +22,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
         (*(_Pointer,) * 4, *(_Int,) * 5, _Pointer, _Int, *(_Pointer,) * 2, _Int, _Pointer),
     ),
     "baton_embed": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),
+    "baton_add_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     "baton_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     "baton_rotary_cos_sin": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),
     "baton_norm_rope_write": (

@@ -15,7 +15,14 @@ from shared.kernels.cpu.library import Team
 from shared.kernels.row_codes import quantize_rows, split_codes
 from shared.model.rope import Rope
 from shared.model.rotary import rotary_waves
-from tests.kernels.cpu.norm_rope import KVPlaces, embed, norm_rope_write, rms_norm, rotary_cos_sin
+from tests.kernels.cpu.norm_rope import (
+    KVPlaces,
+    add_rms_norm,
+    embed,
+    norm_rope_write,
+    rms_norm,
+    rotary_cos_sin,
+)
 from tests.kernels.cpu.test_linear import BF16, U, assert_within
 
 EPS = 1e-6
@@ -34,6 +41,10 @@ def test_rms_norm(team: Team, T: int, D: int) -> None:
     wide_TD = x_TD.double()
     expected = weight_D * wide_TD / (wide_TD.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
     assert_within(rms_norm(team, x_TD, weight_D, EPS), expected, (BF16 + (D / 2 + 8) * U) * expected.abs())
+    residual_TD = torch.randn(T, D)
+    sum_TD = residual_TD + expected
+    add_rms_norm(team, x_TD, weight_D, EPS, residual_TD)
+    assert_within(residual_TD, sum_TD, (D / 2 + 8) * U * expected.abs() + U * sum_TD.abs())
 
 
 @pytest.mark.parametrize("half", [8, 16, 24, 64])

@@ -70,11 +70,11 @@ def generated(
 
 @pytest.mark.parametrize(
     ("architecture", "product"),
-    [("qwen2", EXACT), ("qwen3", linear)],
-    ids=["qwen2-exact", "qwen3-cublas"],
+    [("qwen2", EXACT), ("qwen3", linear), ("glm4", EXACT)],
+    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact"],
 )
 def test_tokens_are_those_of_torch(architecture: str, product: Linear, tmp_path: Path) -> None:
-    """Heads in groups; Qwen2 has biases and Qwen3 QK-norm. One row is greedy, and the others draw."""
+    """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention. One row is greedy, two draw."""
     decoder = decoder_of(tmp_path, architecture)
     prompts = [random_prompt(length, seed=length, vocab_size=300) for length in (21, 5, 12)]
     expected_tokens, expected_logits = generated(rig_of(decoder, None)[0], prompts, 3)

@@ -185,6 +185,19 @@ class TestBuildEngine:
         assert progress[0] == ("loading weights", 0.0)
         assert progress[-1] == ("allocating KV pages", 1.0)
 
+    def test_nodes_with_other_rotary_frequencies_have_other_numerics(self, tmp_path: Path) -> None:
+        model = make_model(tmp_path, "phi3", num_hidden_layers=1, original_max_position_embeddings=64)
+        for context_length, ending in ((64, "/float32/rope-short"), (None, "/float32/rope-long")):
+            config = NodeConfig(
+                model=ModelOptions(
+                    model=str(model), device="cpu", context_length=context_length, cpu_cores=CpuCores(1)
+                ),
+                cache=CacheOptions(max_total_tokens=800),
+            )
+            engine = build_engine(config, lambda what, fraction: None)
+            engine.close()
+            assert engine.layout.numerics.endswith(ending)
+
     def test_kv_of_int8(self, folder: Path) -> None:
         config = NodeConfig(
             model=ModelOptions(model=str(folder), device="cpu", cpu_cores=CpuCores(1)),

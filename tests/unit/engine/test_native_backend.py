@@ -45,6 +45,7 @@ MODELS = {
     "qwen2": {},
     "qwen3": {"num_hidden_layers": 1},
     "phi3": {},
+    "glm4": {},
 }
 MIXTURES = {"qwen3moe": {"num_key_value_heads": 1}, "olmoe": {"attention_bias": True}, "mixtral": {}}
 BF16_FACTOR = 1.1
@@ -123,7 +124,7 @@ def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).square().mean().sqrt() / exact.std())
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "phi3", *MIXTURES])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "phi3", "glm4", *MIXTURES])
 def test_a_rows_logits_depend_on_nothing_else(folder_of: Callable[[str], Path], name: str) -> None:
     """Alone or in a batch, in one chunk or several: the same bits."""
     ids = prompts(7)

@@ -184,11 +184,13 @@ def test_eos_token_ids_are_the_union_of_both_files(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (
-            {"architectures": ["FalconForCausalLM"]},
-            ["FalconForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
-        ),
+        ({"architectures": ["GlmForCausalLM"]}, ["GlmForCausalLM", "LlamaForCausalLM, MistralForCausalLM"]),
         ({"architectures": []}, ["architectures"]),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, ["recurrent state", "nearest", "is Qwen3ForCausalLM"]),
+        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, ["Qwen3_5", "recurrent state"]),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, ["DeepseekV3ForCausalLM", "latent"]),
+        ({"architectures": ["KimiLinearForCausalLM"]}, ["recurrent state"]),
+        ({"architectures": ["KimiK25ForConditionalGeneration"]}, ["latent"]),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes"]),
         ({"hidden_size": "64"}, ["hidden_size", "str"]),
         ({"hidden_size": None}, ["hidden_size"]),
@@ -206,6 +208,7 @@ def test_eos_token_ids_are_the_union_of_both_files(
         ({"eos_token_id": 512}, ["eos_token_id", "512"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id"]),
         ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "16"]),
+        ({"partial_rotary_factor": 0.0}, ["partial_rotary_factor", "0.0 of 16"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.45}}, ["partial_rotary_factor", "0.45"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", "factor"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e7}}, ["rope_scaling", "factor", "134217728"]),

@@ -39,6 +39,7 @@ FAMILIES: dict[str, Switches] = {
     "qwen2": {},
     "qwen3": {"attention_bias": st.booleans(), **HEAD_DIM},
     "phi3": {},
+    "glm4": {"attention_bias": st.booleans(), **HEAD_DIM},
 }
 
 
@@ -48,7 +49,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     fields = draw(st.fixed_dictionaries({**SIZES, **FAMILIES[family]}))
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     rotary_dim = head_dim
-    if family == "phi3":
+    if family in ("phi3", "glm4"):
         rotary_dim = draw(st.sampled_from([head_dim, head_dim // 2, head_dim - 2]))
         fields["partial_rotary_factor"] = rotary_dim / head_dim
     scaling = draw(st.one_of(st.none(), scalings(rotary_dim, ("longrope",) if family == "phi3" else KINDS)))

@@ -31,6 +31,7 @@ class Decoder {
   void attend(const BatchDesc&, const KVPages&, const bf16* q, bf16* out);
   void mlp(const LayerDesc&, float* residual, int64_t num_rows);
   void experts(const LayerDesc&, float* residual, int64_t num_rows);
+  void add(const Rows&, int64_t m, const PackedLinear&, const float* out_norm, float* residual);
   Codes codes_of(int64_t m, const PackedLinear&);
   const bf16* in_order(const bf16* x, int64_t m, const PackedLinear&);
   Rows normed(const float* residual, int64_t m, const float* weight, const PackedLinear& reader);
@@ -42,7 +43,7 @@ class Decoder {
   const KVPool pool_;
 
   std::vector<int64_t> ids_, positions_, pages_, offsets_, wanted_;
-  Scratch<float> residual_, wanted_residual_, rotary_;
+  Scratch<float> residual_, wanted_residual_, branch_, rotary_;
   Scratch<bf16> normed_, wide_, q_, attended_, ordered_;
   CodesScratch codes_;
   Scratch<float> scores_;
@@ -122,7 +123,7 @@ Status Decoder::forward(const BatchDesc& batch) {
     }
     attend(batch, pages, q, attended);
     if (is_last) keep_wanted(residual, attended);
-    linear_add(team_, rows_of(attended, num_rows, layer.o), num_rows, layer.o, residual);
+    add(rows_of(attended, num_rows, layer.o), num_rows, layer.o, layer.attention_out_norm, residual);
     if (layer.experts) experts(layer, residual, num_rows);
     else mlp(layer, residual, num_rows);
     __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
@@ -159,7 +160,15 @@ void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {
   bf16* product = wide_.of(num_rows * layer.down.k);
   const Rows x = normed(residual, num_rows, layer.mlp_norm, layer.gate_up);
   linear_silu_mul(team_, x, num_rows, layer.gate_up, product);
-  linear_add(team_, rows_of(product, num_rows, layer.down), num_rows, layer.down, residual);
+  add(rows_of(product, num_rows, layer.down), num_rows, layer.down, layer.mlp_out_norm, residual);
+}
+
+// residual += y, or its norm.
+void Decoder::add(const Rows& x, int64_t m, const PackedLinear& w, const float* out_norm, float* residual) {
+  if (out_norm == nullptr) return linear_add(team_, x, m, w, residual);
+  float* const y = branch_.of(m * w.n);
+  linear_float(team_, x, m, w, y);
+  add_rms_norm(team_, y, m, w.n, out_norm, model_.rms_norm_eps, residual);
 }
 
 void Decoder::experts(const LayerDesc& layer, float* residual, int64_t num_rows) {

@@ -11,13 +11,15 @@
 namespace baton {
 
 struct LayerDesc {
-  const float* attention_norm;  // [hidden_size]
-  const float* mlp_norm;        // [hidden_size]
-  const float* qk_norm;         // [num_heads + num_kv_heads][head_dim], or null
+  const float* attention_norm;      // [hidden_size]
+  const float* attention_out_norm;  // [hidden_size], or null
+  const float* mlp_norm;            // [hidden_size]
+  const float* mlp_out_norm;        // [hidden_size], or null
+  const float* qk_norm;             // [num_heads + num_kv_heads][head_dim], or null
   PackedLinear qkv, o;
-  int64_t whole_qk;              // 1: qk_norm norms all heads of q as one row, and all of k
-  PackedLinear gate_up, down;    // of a dense MLP
-  const ExpertsDesc* experts;    // null: the MLP is dense
+  int64_t whole_qk;            // 1: qk_norm norms all heads of q as one row, and all of k
+  PackedLinear gate_up, down;  // of a dense MLP
+  const ExpertsDesc* experts;  // null: the MLP is dense
 };
 
 struct DecoderDesc {

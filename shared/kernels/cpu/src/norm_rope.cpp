@@ -103,7 +103,15 @@ struct NormedRow {
 
   Floats operator()(int64_t i) const {  // elements [i, i + 16), 0 where they are past its end
     const Lanes lanes = lanes_below(size, i);
-    return load_lanes(x + i, lanes) * floats(scale) * load_lanes(weight + i, lanes);
+    return scaled(i, lanes) * load_lanes(weight + i, lanes);
+  }
+  // The same added to `sum` in one rounding, which a compiler may otherwise choose for some calls and not for others.
+  Floats added_to(Floats sum, int64_t i) const {
+    const Lanes lanes = lanes_below(size, i);
+    return fmadd(scaled(i, lanes), load_lanes(weight + i, lanes), sum);
+  }
+  Floats scaled(int64_t i, Lanes lanes) const {
+    return load_lanes(x + i, lanes) * floats(scale);
   }
   float at(int64_t i) const { return x[i] * scale * weight[i]; }
 };
@@ -112,6 +120,17 @@ void rms_norm(Team& team, const float* x, int64_t T, int64_t size, const float* 
   each_token(team, T, [&](int64_t t) {
     const NormedRow normed(x + t * size, size, weight, eps);
     for (int64_t i = 0; i < size; i += 16) store_lanes(out + t * size + i, lanes_below(size, i), normed(i));
+  });
+}
+
+void add_rms_norm(Team& team, const float* x, int64_t T, int64_t size, const float* weight, float eps, float* residual) {
+  each_token(team, T, [&](int64_t t) {
+    const NormedRow normed(x + t * size, size, weight, eps);
+    for (int64_t i = 0; i < size; i += 16) {
+      const Lanes lanes = lanes_below(size, i);
+      float* const place = residual + t * size + i;
+      store_lanes(place, lanes, normed.added_to(load_lanes(place, lanes), i));
+    }
   });
 }
 
@@ -177,6 +196,11 @@ extern "C" void baton_embed(Team* team, const int64_t* input_ids, int64_t T, con
 extern "C" void baton_rms_norm(Team* team, const float* x, int64_t T, int64_t size, const float* weight, float eps,
                                bf16* out) {
   baton::rms_norm(*team, x, T, size, weight, eps, out);
+}
+
+extern "C" void baton_add_rms_norm(Team* team, const float* x, int64_t T, int64_t size, const float* weight, float eps,
+                                   float* residual) {
+  baton::add_rms_norm(*team, x, T, size, weight, eps, residual);
 }
 
 extern "C" void baton_rms_norm_codes(Team* team, const float* x, int64_t T, int64_t size, const float* weight, float eps,

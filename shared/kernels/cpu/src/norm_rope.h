@@ -13,7 +13,10 @@ void embed(Team&, const int64_t* input_ids, int64_t T, const bf16* table, int64_
 // out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps), rounded once (arXiv 1910.07467): x, out [T][size].
 void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weight, float eps, bf16* out);
 
-// The same as codes, which are made of the float32 result.
+// residual[t] += weight * x[t] / sqrt(mean(x[t]^2) + eps): x, residual [T][size].
+void add_rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weight, float eps, float* residual);
+
+// The first as codes, which are made of the float32 result.
 void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weight, float eps, const Codes& out);
 
 // cos_sin [T][2][half]: cosine, then sine of position * frequency, each times an amplitude, once per forward for all

@@ -1,0 +1,200 @@
+"""Configs as they are published, written by hand: what is read of them, and a forward at their widths and one layer.
+
+Weights and activations are on torch's meta device, which has shapes alone. The numbers of parameters are those of the
+models' cards.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from shared.engine.cuda.batches import GREEDY, Extend
+from shared.model.config import ModelConfig, load_model_config
+from shared.model.packed_weights import native_obstacle
+from shared.model.rope import LongScaling, YarnScaling
+from shared.model.weights import weights_nbytes
+from tests.meta_rig import MetaRig
+
+
+class Published(NamedTuple):
+    fields: dict[str, Any]
+    num_parameters: float
+    context_length: int
+
+
+LONG_FACTOR = [
+    *(
+        1.0,
+        1.118320672,
+        1.250641126,
+        1.398617824,
+        1.564103225,
+        1.74916897,
+        1.956131817,
+        2.187582649,
+        2.446418898,
+    ),
+    *(2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424),
+    *(6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252),
+    *(
+        16.37415215,
+        18.31155283,
+        20.47818807,
+        22.90118105,
+        25.61086418,
+        28.64115884,
+        32.03,
+        32.1,
+        32.13,
+        32.23,
+    ),
+    *(32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+]
+MODELS = {
+    # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
+    "Llama-3.1-8B": Published(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 128256,
+        },
+        8.03e9,
+        131072,
+    ),
+    # https://huggingface.co/Qwen/Qwen2.5-7B-Instruct: config.json, with the rope_scaling that its card gives
+    "Qwen2.5-7B-YaRN": Published(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "hidden_act": "silu",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+        7.61e9,
+        131072,
+    ),
+    # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json
+    "Phi-4-mini": Published(
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "model_type": "phi3",
+            "bos_token_id": 199999,
+            "eos_token_id": 199999,
+            "hidden_act": "silu",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {"long_factor": LONG_FACTOR, "short_factor": [1.0] * 48, "type": "longrope"},
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 200064,
+        },
+        3.84e9,
+        131072,
+    ),
+    # https://huggingface.co/zai-org/GLM-4-9B-0414/blob/main/config.json
+    "GLM-4-9B-0414": Published(
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "model_type": "glm4",
+            "attention_bias": True,
+            "eos_token_id": [151329, 151336, 151338],
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 151552,
+        },
+        9.4e9,
+        32768,
+    ),
+}
+
+
+def load(folder: Path, name: str, **changes: object) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(MODELS[name].fields | changes))
+    return load_model_config(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_config(tmp_path: Path, name: str) -> None:
+    config, published = load(tmp_path, name), MODELS[name]
+    assert config.context_length == published.context_length
+    assert native_obstacle(config) is None
+    assert weights_nbytes(config, torch.bfloat16) / 2 == pytest.approx(published.num_parameters, rel=3e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_of_random_weights_at_full_width(tmp_path: Path, name: str) -> None:
+    rig = MetaRig(load(tmp_path, name, num_hidden_layers=1))
+    rig.run([Extend(0, 0, [1] * 16)], [(2, 4)], GREEDY)
+
+
+def test_what_scaling_makes_of_cosines(tmp_path: Path) -> None:
+    """Those of Qwen2.5 grow by 0.1 ln 4 (YaRN), and those of Phi-4-mini by LongRoPE's rule for 32 times 4096."""
+    yarn = load(tmp_path, "Qwen2.5-7B-YaRN").rope.scaling
+    assert isinstance(yarn, YarnScaling) and yarn.amplitude == pytest.approx(1.1386294)
+    config = load(tmp_path, "Phi-4-mini")
+    assert isinstance(config.rope.scaling, LongScaling) and config.rope.scaling.is_long
+    assert config.rope.scaling.amplitude == pytest.approx(1.1902381)
+    short = config.made_for(4096).rope.scaling
+    assert isinstance(short, LongScaling) and not short.is_long
