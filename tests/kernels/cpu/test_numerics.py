@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from shared.kernels.cpu.sampling import Sampling, sample
 
 from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.decoder import Sampling, sample
 from shared.kernels.cpu.library import Team, load_library, numerics
 from shared.model.linear import Linear, QuantizedLinear
 from tests.kernels.cpu.attention import decode_attention, extend_attention
