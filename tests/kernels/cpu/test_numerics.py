@@ -80,7 +80,8 @@ def results(team: Team) -> Iterator[tuple[str, torch.Tensor]]:
     x_TD = torch.randn(70, size) * torch.logspace(-30, 8, 70)[:, None]
     yield "rms_norm", rms_norm(team, x_TD, torch.randn(size), 1e-5)
     positions_T = torch.randint(0, 1 << 20, (num_tokens,))
-    cos_sin = rotary_cos_sin(team, positions_T, torch.logspace(0, -5, dim // 2))
+    waves_2R = torch.stack([torch.logspace(0, -5, dim // 2), torch.rand(dim // 2)])
+    cos_sin = rotary_cos_sin(team, positions_T, waves_2R)
     yield "rotary_cos_sin", cos_sin
     qkv_TND = 4 * torch.randn(num_tokens, heads + 2 * kv_heads, dim).bfloat16()
     norm_ND = torch.rand(heads + kv_heads, dim)
