@@ -20,6 +20,7 @@ from tests.kernels.cpu.attention import decode_attention, extend_attention
 from tests.kernels.cpu.conftest import BUILDS
 from tests.kernels.cpu.linear import PackedLinear, dense, linear_float, linear_silu_mul
 from tests.kernels.cpu.norm_rope import KVPlaces, norm_rope_write, rms_norm, rotary_cos_sin
+from tests.kernels.cpu.test_experts import Packed, Shape, experts_of, inputs_of
 
 DIGESTS = {
     "1/amx": 0xD80805EBBF9ECB04,
@@ -79,7 +80,8 @@ def results(team: Team) -> Iterator[tuple[str, torch.Tensor]]:
     x_TD = torch.randn(70, size) * torch.logspace(-30, 8, 70)[:, None]
     yield "rms_norm", rms_norm(team, x_TD, torch.randn(size), 1e-5)
     positions_T = torch.randint(0, 1 << 20, (num_tokens,))
-    cos_sin = rotary_cos_sin(team, positions_T, torch.logspace(0, -5, dim // 2))
+    waves_2R = torch.stack([torch.logspace(0, -5, dim // 2), torch.rand(dim // 2)])
+    cos_sin = rotary_cos_sin(team, positions_T, waves_2R)
     yield "rotary_cos_sin", cos_sin
     qkv_TND = 4 * torch.randn(num_tokens, heads + 2 * kv_heads, dim).bfloat16()
     norm_ND = torch.rand(heads + kv_heads, dim)
@@ -107,6 +109,10 @@ def results(team: Team) -> Iterator[tuple[str, torch.Tensor]]:
     packed.append(dense(team, torch.randn(130, size).bfloat16(), torch.randn(130)))
     for m in (1, 2, 3, 4, 5, 13):
         yield from ((f"layer {i} m{m}", linear_float(team, rows[:m], w)) for i, w in enumerate(packed))
+    for shape in (Shape(96, 48, 21, 3), Shape(96, 48, 21, 3, bits=4, group=48, normalized=False)):
+        x_MD, scores_ME, residual_MD = inputs_of(shape, 9)
+        experts = Packed(team, experts_of(shape))
+        yield f"experts {shape}", experts.add(team, x_MD, scores_ME, residual_MD)
     gate_up = dense(team, torch.randn(130, size).bfloat16(), is_gate_up=True)
     yield "silu_mul", linear_silu_mul(team, rows, gate_up)
     logits = 6 * torch.randn(8, 3001)

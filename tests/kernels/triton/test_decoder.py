@@ -33,7 +33,8 @@ SIZES = {"num_hidden_layers": 2, "vocab_size": 300, "head_dim": 64}
 
 
 def decoder_of(folder: Path, architecture: str) -> Decoder:
-    make_model(folder, architecture, **SIZES)
+    # The heads of OLMoE have the width of the model together.
+    make_model(folder, architecture, **SIZES | ({"head_dim": 16} if architecture == "olmoe" else {}))
     config = load_model_config(folder)
     return Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=device())
 
@@ -70,11 +71,14 @@ def generated(
 
 @pytest.mark.parametrize(
     ("architecture", "product"),
-    [("qwen2", EXACT), ("qwen3", linear), ("glm4", EXACT)],
-    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact"],
+    [("qwen2", EXACT), ("qwen3", linear), ("glm4", EXACT), ("olmoe", linear)],
+    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact", "olmoe-cublas"],
 )
 def test_tokens_are_those_of_torch(architecture: str, product: Linear, tmp_path: Path) -> None:
-    """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention. One row is greedy, two draw."""
+    """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention, OLMoE experts.
+
+    One row is greedy, and the others draw.
+    """
     decoder = decoder_of(tmp_path, architecture)
     prompts = [random_prompt(length, seed=length, vocab_size=300) for length in (21, 5, 12)]
     expected_tokens, expected_logits = generated(rig_of(decoder, None)[0], prompts, 3)

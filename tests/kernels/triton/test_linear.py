@@ -104,6 +104,13 @@ def test_the_tiles_are_compared_on_the_device_itself(dtype: torch.dtype) -> None
     assert ExactLinear(7, tiles_for(CAPABILITY, dtype)).same_bits([72], dtype, device())
 
 
+def test_experts_are_not_exact() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": DEPTHS[1]}
+    config = token_model_config(architectures=["OlmoeForCausalLM"], hidden_size=DEPTHS[0], **experts)
+    with pytest.raises(ConfigError, match="--exact: experts are computed by torch"):
+        require_exact(ExactLinear(7), config, torch.float32, device())
+
+
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.m}x{tile.n}")
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_tile_with_other_bits_is_refused(depth: int, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:

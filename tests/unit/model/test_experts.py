@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
+from shared.model.dummy_weights import DummyWeights
+from shared.model.experts import route
 from shared.model.layer_records import ExpertsMlp
 from shared.model.linear import DenseLinear, QuantizedLinear
 from shared.model.quantization import quantize_on_load
@@ -131,3 +133,16 @@ def test_experts_that_are_quantized_differently_are_refused(tmp_path: Path) -> N
     folder = quantize_folder(dense, tmp_path / "quantized", how)
     with pytest.raises(ModelError, match=r"layers\.2\.mlp\.experts\.0\.down_proj .* differently"):
         load(folder)
+
+
+def test_random_weights_spread_tokens_over_experts_that_differ(tmp_path: Path) -> None:
+    config = load_model_config(make_model(tmp_path, "olmoe"))
+    weights = load_weights(DummyWeights(0, CPU), config, dtype=torch.float32, device=CPU)
+    mlp = weights.layers[0].mlp
+    assert isinstance(mlp, ExpertsWeights) and isinstance(mlp.router, DenseLinear)
+    first, second = (each.down_proj for each in mlp.experts[:2])
+    assert isinstance(first, DenseLinear) and isinstance(second, DenseLinear)
+    assert not torch.equal(first.weight_NK, second.weight_NK)
+    x_TD = torch.randn(200, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    chosen_TK, _ = route(mlp.router.multiply(x_TD), mlp.top_k, is_normalized=False)
+    assert chosen_TK.flatten().bincount(minlength=8).min() > 200 * 3 / 8 / 3
