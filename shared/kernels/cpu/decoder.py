@@ -60,15 +60,17 @@ class ExpertsDesc(ctypes.Structure):
 
 
 class LayerDesc(ctypes.Structure):
-    """A layer. Norms are float32. `qk_norm` is null where the model has none, and 1 in `whole_qk` norms q as a whole.
+    """A layer. Norms and sinks are float32, and null where the model has none. 1 in `whole_qk` norms q as a whole.
 
-    `experts` points to an ExpertsDesc, or is null where the MLP is dense.
+    `window` is 0 where a token sees all keys. `experts` points to an ExpertsDesc, or is null where the MLP is dense.
     """
 
     _fields_ = (
         ("attention_norm", _Pointer),
         ("mlp_norm", _Pointer),
         ("qk_norm", _Pointer),
+        ("sinks", _Pointer),
+        ("window", _Int),
         ("qkv", LinearDesc),
         ("o", LinearDesc),
         ("whole_qk", _Int),
