@@ -126,8 +126,8 @@ def _with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K and V with a key and a value of zeros behind the others, and what is added to scores.
 
-    The score of that key is 0, so its row's sink is added to it. Both `visible` [..., keys] and `sinks` [...] broadcast
-    over the rows [...] of q.
+    The score of that key is 0, so its row's sink is added to it. Both `visible` [..., keys] and `sinks` [...]
+    broadcast over the rows [...] of q.
     """
     rows = q.shape[:-1]
     hidden = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
