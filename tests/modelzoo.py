@@ -195,7 +195,7 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
                 **{"rope_scaling": dict(_LLAMA3_ROPE), "rope_theta": 500_000.0, **sizes}
             )
         case "mistral":
-            return transformers.MistralConfig(**{"sliding_window": None, **sizes})
+            return transformers.MistralConfig(**{"sliding_window": 24, **sizes})
         case "qwen2":
             return transformers.Qwen2Config(**{"rope_theta": 1_000_000.0, **sizes})
         case "qwen3":

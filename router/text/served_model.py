@@ -79,7 +79,7 @@ class ServedModel:
             if reasoning_parser
             else own is not None or any(tag.strip() in s for s in sources for tag in think),
             vocab_size=config.vocab_size,
-            context_length=config.context_length,
+            context_length=config.max_position_embeddings,
         )
         if served.form is not None or served.reasons:
             ReplyRegions(form=form, has_calls=True, reasons=served.reasons, in_reasoning=False).reader()

@@ -22,9 +22,16 @@ class AttentionPlan(Protocol):
     """Attention of one forward."""
 
     def run(
-        self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
+        self,
+        q_THD: torch.Tensor,
+        k_pages_NKSD: torch.Tensor,
+        v_pages_NKSD: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
-        """Attention over one layer's pages, [T, H, D]; the K and V of the new tokens are in them already."""
+        """Attention over one layer's pages, [T, H, D]; the K and V of the new tokens are in them already.
+
+        `window` is the layer's: None where a token sees its whole sequence.
+        """
         ...
 
 
@@ -64,17 +71,22 @@ class TorchAttentionPlan:
     decode_seq_lens_B: torch.Tensor
 
     def run(
-        self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
+        self,
+        q_THD: torch.Tensor,
+        k_pages_NKSD: torch.Tensor,
+        v_pages_NKSD: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
         """Extends and decode step, each by the kernel made for it."""
         pages = k_pages_NKSD, v_pages_NKSD
         if not self.lengths:
-            return decode_attention(q_THD, *pages, self.decode_tables_BP, self.decode_seq_lens_B)
+            return decode_attention(q_THD, *pages, self.decode_tables_BP, self.decode_seq_lens_B, window)
         num = self.num_extend_tokens
-        extended = extend_attention(q_THD[:num], *pages, self.extend_tables_BP, self.starts, self.lengths)
+        tables_BP = self.extend_tables_BP
+        extended = extend_attention(q_THD[:num], *pages, tables_BP, self.starts, self.lengths, window)
         if num == len(q_THD):
             return extended
-        decoded = decode_attention(q_THD[num:], *pages, self.decode_tables_BP, self.decode_seq_lens_B)
+        decoded = decode_attention(q_THD[num:], *pages, self.decode_tables_BP, self.decode_seq_lens_B, window)
         return torch.cat([extended, decoded])
 
 

@@ -95,10 +95,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def resolve_context_length(options: ModelOptions, model: ModelConfig) -> int:
     """The model's own, or a shorter one. Raises ConfigError for a longer one."""
     if options.context_length is None:
-        return model.context_length
-    if options.context_length > model.context_length:
+        return model.max_position_embeddings
+    if options.context_length > model.max_position_embeddings:
         raise ConfigError(
-            f"--context-length {options.context_length}: the model was made for at most {model.context_length}"
+            f"--context-length {options.context_length}: the model was made for at most "
+            f"{model.max_position_embeddings}"
         )
     return options.context_length
 

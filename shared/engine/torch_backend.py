@@ -203,10 +203,14 @@ class _CountedPlan:
     layers_queued: Callable[[int], None]
 
     def run(
-        self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
+        self,
+        q_THD: torch.Tensor,
+        k_pages_NKSD: torch.Tensor,
+        v_pages_NKSD: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
         """The plan's result."""
-        out_THD = self.plan.run(q_THD, k_pages_NKSD, v_pages_NKSD)
+        out_THD = self.plan.run(q_THD, k_pages_NKSD, v_pages_NKSD, window)
         self.layers_queued(1)
         return out_THD
 

@@ -67,9 +67,9 @@ class TorchOps:
         write_kv(*self.kv_NKSD[layer], k_TKD, v_TKD, self.batch.out_pages_T, self.batch.out_offsets_T)
         return q_THD
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
         """Attention by the plan of this forward."""
-        return self.attention.run(q_THD, *self.kv_NKSD[layer])
+        return self.attention.run(q_THD, *self.kv_NKSD[layer], window)
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""

@@ -16,7 +16,7 @@ import msgspec
 
 from shared.errors import ModelError
 from shared.model.config_fields import ConfigFields, TokenIds, decode_file
-from shared.model.family import Family
+from shared.model.family import F, Family
 from shared.model.layer_records import ExpertsMlp, Heads, Layer
 from shared.model.models import families
 from shared.model.quantization import Quantization, read_quantization
@@ -40,9 +40,8 @@ class ModelConfig:
     """The config of one model. Sizes are in elements. `head_dim * num_heads` may differ from `hidden_size`.
 
     `max_position_embeddings` is the length that rope scaling makes of it. `dtype` is that of the checkpoint: float32,
-    float16 or bfloat16. `sliding_window` is None unless a layer uses
-    it. `eos_token_ids` has the ids of config.json, then those of generation_config.json. It is empty where neither
-    has one.
+    float16 or bfloat16. `eos_token_ids` has the ids of config.json, then those of generation_config.json. It is empty
+    where neither has one.
     """
 
     architecture: str
@@ -57,7 +56,6 @@ class ModelConfig:
     rope: Rope
     max_position_embeddings: int
     tie_word_embeddings: bool
-    sliding_window: int | None
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -79,19 +77,18 @@ class ModelConfig:
         return frozenset(each.num_inputs for layer in self.layers for each in layer.projections)
 
     @property
-    def context_length(self) -> int:
-        """Most tokens of a Req, prompt and output together.
-
-        Sliding-window attention is not implemented. Within one window it equals full attention, so a window limits
-        the context instead.
-        """
-        if self.sliding_window is None:
-            return self.max_position_embeddings
-        return min(self.max_position_embeddings, self.sliding_window)
+    def shortest_window(self) -> int | None:
+        """Of all layers. None: every token sees its whole sequence."""
+        windows = (layer.attention.window for layer in self.layers)
+        return min((window for window in windows if window is not None), default=None)
 
     def made_for(self, context_length: int) -> ModelConfig:
-        """The same, with the rotary frequencies of a context of so many tokens where they depend on it."""
-        return replace(self, rope=self.rope.made_for(context_length))
+        """The same, with the rotary frequencies of a context of so many tokens, and without windows as long as it."""
+        return replace(
+            self,
+            rope=self.rope.made_for(context_length),
+            layers=tuple(layer.made_for(context_length) for layer in self.layers),
+        )
 
 
 class _Identity(msgspec.Struct, kw_only=True):
@@ -126,18 +123,24 @@ def load_model_config(folder: Path) -> ModelConfig:
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
-        layers=tuple(family.layer(fields, heads, i) for i in range(fields.num_hidden_layers)),
+        layers=_layers(family, fields, heads, path),
         rms_norm_eps=fields.rms_norm_eps,
         rope=rope,
         max_position_embeddings=rope.num_positions(fields.max_position_embeddings),
         tie_word_embeddings=fields.tie_word_embeddings,
-        sliding_window=family.sliding_window(fields),
         dtype=_dtype(fields, path),
         eos_token_ids=_eos_token_ids(fields, folder),
         bos_token_id=fields.bos_token_id,
         quantization=None if quantization is None else read_quantization(quantization, path),
     )
-    return config.made_for(config.context_length)
+    return config.made_for(config.max_position_embeddings)
+
+
+def _layers(family: Family[F], fields: F, heads: Heads, path: Path) -> tuple[Layer, ...]:
+    try:
+        return tuple(family.layer(fields, heads, i) for i in range(fields.num_hidden_layers))
+    except ModelError as e:
+        raise ModelError(f"{path}: {e}") from e
 
 
 def _family(architecture: str, path: Path) -> Family[Any]:

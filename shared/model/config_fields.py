@@ -57,7 +57,7 @@ class SlidingFields(ConfigFields, kw_only=True):
     use_sliding_window: bool = False
     sliding_window: Positions | None = 4096
     max_window_layers: int = 28
-    layer_types: list[str] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
 
 
 class ExpertsFields(ConfigFields, kw_only=True):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from shared.errors import ModelError
 from shared.model.config_fields import ConfigFields, ExpertsFields, SlidingFields
 from shared.model.layer_records import DenseMlp, ExpertsMlp, Heads, Layer, Projection
 
@@ -24,8 +25,6 @@ class Family(Generic[F]):
     """The keys of config.json that are read. All others are ignored, so they must not change what is computed."""
     layer: Callable[[F, Heads, int], Layer]
     """Layer i."""
-    sliding_window: Callable[[F], int | None] = lambda fields: None
-    """The window of any layer that has one."""
     rotates_neighbours: bool = False
     """Whether element 2i of a head is rotated with 2i + 1."""
 
@@ -89,12 +88,14 @@ def fused_mlp(mlp: str, fields: ConfigFields) -> DenseMlp:
     )
 
 
-def qwen_window(fields: SlidingFields) -> int | None:
-    """The window of the layers that have one, as Qwen's configs say it."""
+def qwen_window(fields: SlidingFields, i: int) -> int | None:
+    """The window of layer i, as Qwen's configs say it. Raises ModelError for `layer_types` of another length."""
     if not fields.use_sliding_window:
         return None
-    if fields.layer_types is not None:
-        slides = "sliding_attention" in fields.layer_types
-    else:
-        slides = fields.num_hidden_layers > fields.max_window_layers
-    return fields.sliding_window if slides else None
+    if (types := fields.layer_types) is None:
+        return fields.sliding_window if i >= fields.max_window_layers else None
+    if len(types) != fields.num_hidden_layers:
+        raise ModelError(
+            f"layer_types: has {len(types)} layers, and num_hidden_layers is {fields.num_hidden_layers}"
+        )
+    return fields.sliding_window if types[i] == "sliding_attention" else None

@@ -8,7 +8,7 @@ never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Causal attention over the whole sequence. The outputs of `qkv` are the heads of q, then of k, then of v."""
+    """Causal attention. The outputs of `qkv` are the heads of q, then of k, then of v."""
 
     qkv: Projection
     qk_norms: tuple[str, str] | None
@@ -52,6 +52,8 @@ class Attention:
     o: Projection
     norms_whole_qk: bool = False
     """Whether q is normed as a whole, and so is k (OLMoE). Else each head is, with one weight for all heads."""
+    window: int | None = None
+    """A token sees the last `window` tokens, itself among them. None: all of its sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,12 @@ class Layer:
         """Of the hidden state."""
         norms = (self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm)
         yield from (norm for norm in norms if norm is not None)
+
+    def made_for(self, context_length: int) -> Layer:
+        """The same, without a window as long as the context."""
+        if self.attention.window is None or self.attention.window < context_length:
+            return self
+        return replace(self, attention=replace(self.attention, window=None))
 
     @property
     def projections(self) -> Iterator[Projection]:

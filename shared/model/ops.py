@@ -55,9 +55,10 @@ class Ops(Protocol):
         """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D]."""
         ...
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
         """Return the causal attention of every token over its sequence, [T, H, D]. Scores are scaled by D ** -0.5.
 
+        With a window a token sees the last `window` tokens, itself among them.
         Called once for each layer, after `norm_rope_write` of that layer.
         """
         ...

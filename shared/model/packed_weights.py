@@ -120,6 +120,7 @@ class Packer:
             qkv=layer.attention.qkv_proj,
             o=layer.attention.o_proj,
             whole_qk=layer.attention.norms_whole_qk,
+            window=layer.attention.window or 0,
         )
         if isinstance(layer.mlp, ExpertsWeights):
             experts = self.experts(layer.mlp)

@@ -41,6 +41,8 @@ class AttentionWeights(Generic[L]):
     qk_norm_ND: torch.Tensor | None
     """The weights for each head of q, then of k."""
     norms_whole_qk: bool
+    window: int | None
+    """As in the `Attention`."""
     o_proj: L
 
 
@@ -243,6 +245,7 @@ class WeightReader:
                 qkv_proj=keep(qkv(), False),
                 qk_norm_ND=qk_norm(_qk_norm_sizes(c, attention)) if attention.qk_norms else None,
                 norms_whole_qk=attention.norms_whole_qk,
+                window=attention.window,
                 o_proj=linear(attention.o),
             ),
             attention_out_norm_D=out_norm(layer.attention_out_norm),

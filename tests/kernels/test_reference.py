@@ -83,7 +83,12 @@ def randn(shape: Shape, generator: torch.Generator, *size: int) -> torch.Tensor:
 
 
 def naive_attention(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, start: int
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    start: int,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Query t of the result is token start + t; K head h // (H / K) serves query head h."""
     T, H, D = q_THD.shape
@@ -91,11 +96,11 @@ def naive_attention(
     out_THD = torch.zeros(T, H, D, dtype=torch.float64)
     for t in range(T):
         for h in range(H):
-            k_SD = k_TKD[: start + t + 1, h // group].double()
-            v_SD = v_TKD[: start + t + 1, h // group].double()
-            scores_S = k_SD @ q_THD[t, h].double() / D**0.5
-            weights_S = torch.exp(scores_S - scores_S.max())
-            out_THD[t, h] = weights_S @ v_SD / weights_S.sum()
+            seen = slice(0 if window is None else max(start + t + 1 - window, 0), start + t + 1)
+            k_SD, v_SD = k_TKD[seen, h // group].double(), v_TKD[seen, h // group].double()
+            weights_S = torch.exp(k_SD @ q_THD[t, h].double() / D**0.5)
+            sink = 0.0 if sinks_H is None else torch.exp(sinks_H[h].double())
+            out_THD[t, h] = weights_S @ v_SD / (weights_S.sum() + sink)
     return out_THD
 
 
@@ -146,6 +151,37 @@ def test_extend_attention_does_not_look_ahead() -> None:
     out = extend_attention(q_THD, kv.k_pages, kv.v_pages, kv.page_table_BP, [20], [10])
     expected = naive_attention(q_THD, kv.k_BTKD[0][:30], kv.v_BTKD[0][:30], 20)
     assert_close(out, expected, shape.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 32, 200])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(("H", "K"), [(4, 4), (6, 2), (3, 1)])
+def test_windows_and_sinks(H: int, K: int, has_sinks: bool, window: int | None) -> None:
+    """What lies in pages before the window has no influence."""
+    shape = Shape((77, 5, 33), H, K, 16, 4, torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    kv = paged(shape, generator)
+    sinks_H = torch.linspace(-2, 3, H) if has_sinks else None
+    for starts in ([0, 0, 0], [76, 4, 32], [40, 2, 16]):
+        lengths = [seq_len - start for seq_len, start in zip(shape.seq_lens, starts, strict=True)]
+        q_THD = randn(shape, generator, sum(lengths), H, 16)
+        k_pages, v_pages = kv.k_pages.clone(), kv.v_pages.clone()
+        for b, start in enumerate(starts):
+            num_pages = 0 if window is None else max(start + 1 - window, 0) // 4
+            k_pages[kv.page_table_BP[b, :num_pages]] = torch.nan
+            v_pages[kv.page_table_BP[b, :num_pages]] = torch.inf
+        pages = k_pages, v_pages, kv.page_table_BP
+        outs = [extend_attention(q_THD, *pages, starts, lengths, window, sinks_H)]
+        if max(lengths) == 1:
+            outs.append(decode_attention(q_THD, *pages, torch.tensor(shape.seq_lens), window, sinks_H))
+        expected = torch.cat(
+            [
+                naive_attention(q, kv.k_BTKD[b], kv.v_BTKD[b], starts[b], window, sinks_H)
+                for b, q in enumerate(torch.split(q_THD, lengths))
+            ]
+        )
+        for out in outs:
+            assert_close(out, expected, torch.float32)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])

@@ -24,9 +24,14 @@ class TritonAttentionPlan:
     """False if no tile of the forward is cut."""
 
     def run(
-        self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
+        self,
+        q_THD: torch.Tensor,
+        k_pages_NKSD: torch.Tensor,
+        v_pages_NKSD: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
         """Two launches, or one where nothing is cut."""
+        assert window is None, "torch computes models with windows"
         return self.kernels(q_THD, k_pages_NKSD, v_pages_NKSD, self.words, may_cut=self.may_cut)
 
 

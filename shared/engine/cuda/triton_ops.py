@@ -66,9 +66,9 @@ class TritonOps:
         to = self.batch.out_pages_T, self.batch.out_offsets_T, *self.kv_NKSD[layer]
         return rope.norm_rope_write(qkv_TND, num_kv_heads, qk_norm_ND, eps, *rotary, *to)
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
         """Attention by the plan of this forward."""
-        return self.attention.run(q_THD, *self.kv_NKSD[layer])
+        return self.attention.run(q_THD, *self.kv_NKSD[layer], window)
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""

@@ -60,10 +60,10 @@ class ExpertsDesc(ctypes.Structure):
 
 
 class LayerDesc(ctypes.Structure):
-    """A layer. Norms are float32. `qk_norm` and each `out_norm` are null where the model has none. With 1 in
-    `whole_qk` q is normed as a whole, and so is k.
+    """A layer. Norms and sinks are float32, and null where the model has none. With 1 in `whole_qk` q is normed as a
+    whole, and so is k.
 
-    `experts` points to an ExpertsDesc, or is null where the MLP is dense.
+    `window` is 0 where a token sees all keys. `experts` points to an ExpertsDesc, or is null where the MLP is dense.
     """
 
     _fields_ = (
@@ -72,6 +72,8 @@ class LayerDesc(ctypes.Structure):
         ("mlp_norm", _Pointer),
         ("mlp_out_norm", _Pointer),
         ("qk_norm", _Pointer),
+        ("sinks", _Pointer),
+        ("window", _Int),
         ("qkv", LinearDesc),
         ("o", LinearDesc),
         ("whole_qk", _Int),

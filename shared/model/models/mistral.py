@@ -22,6 +22,7 @@ def _layer(fields: MistralFields, heads: Heads, i: int) -> Layer:
             qkv=qkv_projection(attention, fields, heads, has_bias=False),
             qk_norms=None,
             o=o_projection(attention, fields, heads),
+            window=fields.sliding_window,
         ),
         mlp_norm=f"{name}.post_attention_layernorm.weight",
         mlp=dense_mlp(f"{name}.mlp", fields),
@@ -32,5 +33,4 @@ FAMILY = Family(
     architecture="MistralForCausalLM",
     fields=MistralFields,
     layer=_layer,
-    sliding_window=lambda fields: fields.sliding_window,
 )

@@ -23,6 +23,7 @@ def _layer(fields: MixtralFields, heads: Heads, i: int) -> Layer:
             qkv=qkv_projection(attention, fields, heads, has_bias=False),
             qk_norms=None,
             o=o_projection(attention, fields, heads),
+            window=fields.sliding_window,
         ),
         mlp_norm=f"{name}.post_attention_layernorm.weight",
         mlp=experts_mlp(f"{name}.block_sparse_moe", fields, is_normalized=True, names=("w1", "w3", "w2")),
@@ -33,5 +34,4 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     fields=MixtralFields,
     layer=_layer,
-    sliding_window=lambda fields: fields.sliding_window,
 )

@@ -24,7 +24,10 @@ def _layer(fields: Phi3Fields, heads: Heads, i: int) -> Layer:
     return Layer(
         attention_norm=f"{name}.input_layernorm.weight",
         attention=Attention(
-            qkv=Projection(qkv, fields.hidden_size), qk_norms=None, o=o_projection(attention, fields, heads)
+            qkv=Projection(qkv, fields.hidden_size),
+            qk_norms=None,
+            o=o_projection(attention, fields, heads),
+            window=fields.sliding_window,
         ),
         mlp_norm=f"{name}.post_attention_layernorm.weight",
         mlp=fused_mlp(f"{name}.mlp", fields),
@@ -35,5 +38,4 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     fields=Phi3Fields,
     layer=_layer,
-    sliding_window=lambda fields: fields.sliding_window,
 )

@@ -16,12 +16,11 @@ def _layer(fields: SlidingFields, heads: Heads, i: int) -> Layer:
             qkv=qkv_projection(attention, fields, heads, has_bias=True),
             qk_norms=None,
             o=o_projection(attention, fields, heads),
+            window=qwen_window(fields, i),
         ),
         mlp_norm=f"{name}.post_attention_layernorm.weight",
         mlp=dense_mlp(f"{name}.mlp", fields),
     )
 
 
-FAMILY = Family(
-    architecture="Qwen2ForCausalLM", fields=SlidingFields, layer=_layer, sliding_window=qwen_window
-)
+FAMILY = Family(architecture="Qwen2ForCausalLM", fields=SlidingFields, layer=_layer)

@@ -23,10 +23,11 @@ def _layer(fields: Qwen3Fields, heads: Heads, i: int) -> Layer:
             qkv=qkv_projection(attention, fields, heads, has_bias=bias),
             qk_norms=(f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"),
             o=o_projection(attention, fields, heads, has_bias=bias),
+            window=qwen_window(fields, i),
         ),
         mlp_norm=f"{name}.post_attention_layernorm.weight",
         mlp=dense_mlp(f"{name}.mlp", fields),
     )
 
 
-FAMILY = Family(architecture="Qwen3ForCausalLM", fields=Qwen3Fields, layer=_layer, sliding_window=qwen_window)
+FAMILY = Family(architecture="Qwen3ForCausalLM", fields=Qwen3Fields, layer=_layer)

@@ -35,6 +35,7 @@ def _layer(fields: Qwen3MoeFields, heads: Heads, i: int) -> Layer:
             qkv=qkv_projection(attention, fields, heads, has_bias=bias),
             qk_norms=(f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"),
             o=o_projection(attention, fields, heads, has_bias=bias),
+            window=fields.sliding_window if fields.use_sliding_window else None,
         ),
         mlp_norm=f"{name}.post_attention_layernorm.weight",
         mlp=experts_mlp(mlp, fields, size=fields.moe_intermediate_size, is_normalized=fields.norm_topk_prob)
@@ -47,5 +48,4 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     fields=Qwen3MoeFields,
     layer=_layer,
-    sliding_window=lambda fields: fields.sliding_window if fields.use_sliding_window else None,
 )

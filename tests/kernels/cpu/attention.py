@@ -22,17 +22,19 @@ def decode_attention(
     v_pages_NKSD: torch.Tensor,
     page_table_BP: torch.Tensor,
     seq_lens_B: Sequence[int],
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(D)) v for one new token of each sequence, which is among the `seq_lens_B` tokens already.
 
-    `page_table_BP` is int32. What lies in a page behind a sequence's end has no influence, be it inf or NaN.
+    `page_table_BP` is int32. What lies in a page behind a sequence's end, or before its window, has no influence, be
+    it inf or NaN.
     """
     assert len(q_BHD) == len(seq_lens_B)
     starts = [seq_len - 1 for seq_len in seq_lens_B]
     lengths = [1] * len(seq_lens_B)
-    return _attend(
-        team, "baton_decode_attention", q_BHD, k_pages_NKSD, v_pages_NKSD, page_table_BP, starts, lengths
-    )
+    pages = k_pages_NKSD, v_pages_NKSD, page_table_BP
+    return _attend(team, "baton_decode_attention", q_BHD, *pages, starts, lengths, window, sinks_H)
 
 
 def extend_attention(
@@ -43,12 +45,13 @@ def extend_attention(
     page_table_BP: torch.Tensor,
     starts: Sequence[int],
     lengths: Sequence[int],
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same for tokens [start, start + length) of each sequence, each over all tokens up to itself."""
     assert len(q_THD) == sum(lengths)
-    return _attend(
-        team, "baton_extend_attention", q_THD, k_pages_NKSD, v_pages_NKSD, page_table_BP, starts, lengths
-    )
+    pages = k_pages_NKSD, v_pages_NKSD, page_table_BP
+    return _attend(team, "baton_extend_attention", q_THD, *pages, starts, lengths, window, sinks_H)
 
 
 def _attend(
@@ -60,6 +63,8 @@ def _attend(
     page_table_BP: torch.Tensor,
     starts: Sequence[int],
     lengths: Sequence[int],
+    window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     num_heads, head_dim = q_THD.shape[1:]
     num_kv_heads, page_size = k_pages_NKSD.shape[1:3]
@@ -76,6 +81,8 @@ def _attend(
         start >= 0 and length >= 0 and start + length <= page_table_BP.shape[1] * page_size
         for start, length in zip(starts, lengths, strict=True)
     )
+    assert window is None or window > 0
+    assert sinks_H is None or (sinks_H.shape == (num_heads,) and sinks_H.dtype == torch.float32)
     starts_B, lengths_B = torch.tensor(starts, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64)
     out_THD = torch.empty_like(q_THD)
     kernel(team, function)(
@@ -93,6 +100,8 @@ def _attend(
         starts_B.data_ptr(),
         lengths_B.data_ptr(),
         num_heads,
+        window or 0,
+        None if sinks_H is None else sinks_H.data_ptr(),
         out_THD.data_ptr(),
     )
     return out_THD

@@ -19,7 +19,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "baton_rms_norm_codes": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     **dict.fromkeys(
         ("baton_decode_attention", "baton_extend_attention"),
-        (*(_Pointer,) * 4, *(_Int,) * 5, _Pointer, _Int, *(_Pointer,) * 2, _Int, _Pointer),
+        (*(_Pointer,) * 4, *(_Int,) * 5, _Pointer, _Int, *(_Pointer,) * 2, *(_Int,) * 2, *(_Pointer,) * 2),
     ),
     "baton_embed": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),
     "baton_add_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),

@@ -185,21 +185,106 @@ def test_extend_does_not_depend_on_chunks_batch_or_team(library: ctypes.CDLL, te
     other.close()
 
 
-def in_chunks(team: Team, q_THD: torch.Tensor, kv: PagedKV, b: int, chunk: int) -> torch.Tensor:
-    """One sequence, `chunk` tokens at a time; what is not computed yet is not in the pages either."""
+def in_chunks(
+    team: Team,
+    q_THD: torch.Tensor,
+    kv: PagedKV,
+    b: int,
+    chunk: int,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One sequence, `chunk` tokens at a time; what is not computed yet, or before its window, is not in the pages."""
     page_size = kv.k_pages.shape[2]
     k_pages, v_pages = torch.full_like(kv.k_pages, float("nan")), torch.full_like(kv.v_pages, float("inf"))
     parts = []
     for start in range(0, len(q_THD), chunk):
+        hide(PagedKV(k_pages, v_pages, kv.page_table_BP), b, start, window)
         positions = torch.arange(start, min(start + chunk, len(q_THD)))
-        pages, offsets = kv.page_table_BP[b, positions // page_size].long(), positions % page_size
-        k_pages[pages, :, offsets] = kv.k_pages[pages, :, offsets]
-        v_pages[pages, :, offsets] = kv.v_pages[pages, :, offsets]
+        at = kv.page_table_BP[b, positions // page_size].long(), slice(None), positions % page_size
+        k_pages[at], v_pages[at] = kv.k_pages[at], kv.v_pages[at]
         q = q_THD[start : start + chunk]
-        parts.append(
-            extend_attention(team, q, k_pages, v_pages, kv.page_table_BP[b : b + 1], [start], [len(q)])
-        )
+        pages = k_pages, v_pages, kv.page_table_BP[b : b + 1]
+        parts.append(extend_attention(team, q, *pages, [start], [len(q)], window, sinks_H))
     return torch.cat(parts)
+
+
+def hide(kv: PagedKV, b: int, position: int, window: int | None) -> None:
+    """Fill the pages that end before the window of a token with NaN and inf."""
+    num_hidden = 0 if window is None else max(position + 1 - window, 0) // kv.k_pages.shape[2]
+    pages = kv.page_table_BP[b, :num_hidden].long()
+    for x, value in ((kv.k_pages, torch.nan), (kv.v_pages, torch.inf)):
+        (x if x.dtype == torch.bfloat16 else split_codes(x)[1])[pages] = value
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "has_sinks"),
+    [
+        ((3, 1, 80, 5), None, True),
+        ((3, 1, 80, 5), 1, True),
+        ((2, 2, 64, 16), 16, False),
+        ((6, 2, 64, 16), 63, True),
+        ((3, 1, 80, 5), 64, False),
+        ((4, 1, 128, 16), 65, True),
+        ((3, 1, 80, 5), 512, False),
+        ((4, 2, 64, 16), 513, True),
+    ],
+)
+@dtypes
+def test_windows_and_sinks(
+    library: ctypes.CDLL,
+    team: Team,
+    heads: tuple[int, int, int, int],
+    window: int | None,
+    has_sinks: bool,
+    codes: bool,
+) -> None:
+    """Near the twins, and the same bits from decode steps, prefills and chunks, alone or together, on any team."""
+    w = window or 300
+    shape = Shape((w, w + 1, max(w - 1, 1), 2 * w, 700), *heads)
+    generator = torch.Generator().manual_seed(w)
+    kv = paged(shape, generator, codes=codes)
+    k, v, table_BP = kv.finite()
+    q_THD = queries(shape, sum(shape.seq_lens), generator)
+    sinks_H = torch.linspace(-3, 8, shape.H) if has_sinks else None
+    zeros, lens_B = [0] * len(shape.seq_lens), torch.tensor(shape.seq_lens)
+    pages = kv.k_pages, kv.v_pages, kv.page_table_BP
+    extended = extend_attention(team, q_THD, *pages, zeros, shape.seq_lens, window, sinks_H)
+    expected, magnitudes = (
+        reference.extend_attention(q_THD.double(), k, x, table_BP, zeros, shape.seq_lens, window, sinks_H)
+        for x in (v, v.abs())
+    )
+    assert_within_rounding(extended, expected, magnitudes)
+
+    other = Team(library, [0] * 3)
+    for b, (q, whole) in enumerate(
+        zip(q_THD.split(shape.seq_lens), extended.split(shape.seq_lens), strict=True)
+    ):
+        rows = sorted({p for p in (0, w - 2, w - 1, w, w + 62, 2 * w, len(q) - 1) if 0 <= p < len(q)})
+        table = kv.page_table_BP[b].repeat(len(rows), 1)
+        decoded = decode_attention(
+            other, q[rows], *pages[:2], table, [row + 1 for row in rows], window, sinks_H
+        )
+        assert_same_bits(decoded, whole[rows])
+        if not codes:
+            chunk = [37, 64, 200][b % 3]
+            assert_same_bits(in_chunks(other, q, kv, b, chunk, window, sinks_H), whole)
+    other.close()
+
+    for b, length in enumerate(shape.seq_lens):
+        hide(kv, b, length - 1, window)
+    last = lens_B.cumsum(0) - 1
+    decoded = decode_attention(team, q_THD[last], *pages, shape.seq_lens, window, sinks_H)
+    assert_same_bits(decoded, extended[last])
+    expected, magnitudes = (
+        reference.decode_attention(q_THD[last].double(), k, x, table_BP, lens_B, window, sinks_H)
+        for x in (v, v.abs())
+    )
+    assert_within_rounding(decoded, expected, magnitudes)
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, Shape((1100, 70), 5, 1, 64, 16)], ids=str)
@@ -219,7 +304,7 @@ def test_decode_and_extend_give_the_same_bits(team: Team, shape: Shape, codes: b
         rows = [first + position for position in positions]
         table_BP = kv.page_table_BP[b].repeat(len(rows), 1)
         decoded = decode_attention(team, q_THD[rows], *pages, table_BP, [p + 1 for p in positions])
-        assert torch.equal(decoded.view(torch.int16), extended[rows].view(torch.int16))
+        assert_same_bits(decoded, extended[rows])
         first += length
 
 
@@ -247,7 +332,7 @@ def test_decode_adds_the_splits_of_a_context_in_the_order_of_extend(team: Team, 
     rows = [*range(0, len(q_THD), 23), len(q_THD) - 1]
     seq_lens, table_BP = [first + row + 1 for row in rows], kv.page_table_BP.repeat(len(rows), 1)
     decoded = decode_attention(team, q_THD[rows], *pages, table_BP, seq_lens)
-    assert torch.equal(decoded.view(torch.int16), extended[rows].view(torch.int16))
+    assert_same_bits(decoded, extended[rows])
     k, v, _ = kv.finite()
     small = v.clone()
     small[pages_of_split] = 0.0

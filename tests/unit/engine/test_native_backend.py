@@ -44,6 +44,7 @@ MODELS = {
     "mistral_tied": {"tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {"num_hidden_layers": 1},
+    "qwen3_window": {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
     "phi3": {},
     "glm4": {},
 }
@@ -124,7 +125,7 @@ def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).square().mean().sqrt() / exact.std())
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "phi3", "glm4", *MIXTURES])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "qwen3_window", "phi3", "glm4", *MIXTURES])
 def test_a_rows_logits_depend_on_nothing_else(folder_of: Callable[[str], Path], name: str) -> None:
     """Alone or in a batch, in one chunk or several: the same bits."""
     ids = prompts(7)
@@ -317,6 +318,19 @@ class TestChoice:
                 cores=(-1,),
                 on_progress=lambda what, fraction: None,
                 exact=exact,
+            )
+
+    def test_triton_names_the_context_that_needs_no_window(self, folder_of: Callable[[str], Path]) -> None:
+        folder = folder_of("mistral_tied")
+        with pytest.raises(ConfigError, match=r"--attention-backend triton: .*--context-length 24"):
+            load_model(
+                "triton",
+                Checkpoint(folder),
+                load_model_config(folder),
+                dtype=torch.bfloat16,
+                device=torch.device("cuda"),
+                cores=(-1,),
+                on_progress=lambda what, fraction: None,
             )
 
     def test_native_says_why_it_cannot(self, folder_of: Callable[[str], Path]) -> None:

@@ -84,7 +84,6 @@ def test_a_plain_llama(tmp_path: Path) -> None:
         rope=Rope(theta=10_000.0, rotary_dim=16),
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        sliding_window=None,
         dtype="float32",
         eos_token_ids=(),
         bos_token_id=None,
@@ -127,29 +126,29 @@ def test_dtype_keys_old_and_new(tmp_path: Path, key: str) -> None:
     assert load(tmp_path, LLAMA | {key: "bfloat16"}).dtype == "bfloat16"
 
 
+SLIDES = {"use_sliding_window": True, "sliding_window": 64}
+SLIDING_TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        (LLAMA | {"sliding_window": 64}, (None, 512)),
-        (MISTRAL | {"sliding_window": 64}, (64, 64)),
-        (MISTRAL | {"sliding_window": None}, (None, 512)),
-        (MISTRAL, (4096, 512)),
-        (QWEN2 | {"sliding_window": 64}, (None, 512)),
-        (QWEN2 | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, (64, 64)),
-        (QWEN3 | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, (None, 512)),
-        (
-            QWEN3
-            | {
-                "sliding_window": 64,
-                "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-            (64, 64),
-        ),
+        (LLAMA | {"sliding_window": 64}, (None, None, None)),
+        (MISTRAL | {"sliding_window": 64}, (64, 64, 64)),
+        (MISTRAL | {"sliding_window": 511}, (511, 511, 511)),
+        (MISTRAL | {"sliding_window": 512}, (None, None, None)),
+        (MISTRAL | {"sliding_window": None}, (None, None, None)),
+        (MISTRAL | {"max_position_embeddings": 8192}, (4096, 4096, 4096)),
+        (QWEN2 | {"sliding_window": 64, "max_window_layers": 0}, (None, None, None)),
+        (QWEN2 | SLIDES | {"max_window_layers": 2}, (None, None, 64)),
+        (QWEN3 | SLIDES | {"max_window_layers": 3}, (None, None, None)),
+        (QWEN3 | SLIDES | {"layer_types": SLIDING_TYPES}, (None, 64, 64)),
     ],
     ids=[
         "llama",
         "mistral",
+        "mistral-nearly-all",
+        "mistral-all",
         "mistral-null",
         "mistral-absent",
         "qwen-off",
@@ -158,11 +157,20 @@ def test_dtype_keys_old_and_new(tmp_path: Path, key: str) -> None:
         "qwen-layer-types",
     ],
 )
-def test_an_active_sliding_window_caps_the_context(
-    tmp_path: Path, fields: dict[str, Any], expected: tuple[int | None, int]
-) -> None:
+def test_windows_of_layers(tmp_path: Path, fields: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    """A window as long as the context is none."""
     config = load(tmp_path, fields)
-    assert (config.sliding_window, config.context_length) == expected
+    assert tuple(layer.attention.window for layer in config.layers) == expected
+    assert config.shortest_window == next((window for window in expected if window), None)
+    assert config.made_for(64).shortest_window is None
+
+
+@pytest.mark.parametrize(
+    "types", [SLIDING_TYPES[:2], ["full_attention", "chunked_attention", "full_attention"]]
+)
+def test_layer_types_that_cannot_be(tmp_path: Path, types: list[str]) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: .*layer_types"):
+        load(tmp_path, QWEN3 | SLIDES | {"layer_types": types})
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,19 @@ SIZES: Switches = {
     "max_position_embeddings": st.just(LENGTH),
 }
 HEAD_DIM: Switches = {"head_dim": st.sampled_from([16, 32])}
-NO_WINDOW: Switches = {"sliding_window": st.none()}
+WINDOWS = [1, 17, LENGTH // 2, LENGTH - 1, LENGTH, 2 * LENGTH]
+WINDOW: Switches = {"sliding_window": st.sampled_from([None, *WINDOWS])}
+QWEN_WINDOW: Switches = {
+    "use_sliding_window": st.booleans(),
+    "sliding_window": st.sampled_from(WINDOWS),
+    "max_window_layers": st.integers(0, 3),
+}
 FAMILIES: dict[str, Switches] = {
     "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans(), **HEAD_DIM},
-    "mistral": NO_WINDOW | HEAD_DIM,
-    "qwen2": {},
-    "qwen3": {"attention_bias": st.booleans(), **HEAD_DIM},
-    "phi3": {},
+    "mistral": WINDOW | HEAD_DIM,
+    "qwen2": QWEN_WINDOW,
+    "qwen3": {"attention_bias": st.booleans(), **QWEN_WINDOW, **HEAD_DIM},
+    "phi3": WINDOW,
     "glm4": {"attention_bias": st.booleans(), **HEAD_DIM},
 }
 

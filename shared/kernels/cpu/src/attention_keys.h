@@ -23,14 +23,15 @@ inline Lanes lanes_of_keys(int64_t first, int64_t count) {
 // The lanes before and up to the last of the first `count` keys.
 inline int64_t num_lanes(int64_t count) { return count >= 16 ? kKeys : kRuns * count; }
 
-// The offsets of the keys of a block by lane. Lanes without a key have those of another one.
+// The offsets of the keys of a block by lane, of tokens [begin, end) of the context. Lanes without a key have those of
+// another one.
 struct KeyRows {
-  void find(const KVPages& kv, const int32_t* pages, int64_t first, int64_t end) {
+  void find(const KVPages& kv, const int32_t* pages, int64_t first, int64_t begin, int64_t end) {
     int64_t rows_in_order[kKeys], scales_in_order[kKeys];
     count = std::clamp<int64_t>(end - first, 0, kKeys);
     find_rows(kv, pages, first, count, rows_in_order, scales_in_order);
     for (int64_t lane = 0; lane < kKeys && count > 0; lane++) {
-      const int64_t key = std::min(key_of_lane(lane), count - 1);
+      const int64_t key = std::clamp(key_of_lane(lane), std::max<int64_t>(begin - first, 0), count - 1);
       rows[lane] = rows_in_order[key], scales[lane] = scales_in_order[key];
     }
   }

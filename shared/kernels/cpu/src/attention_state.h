@@ -2,8 +2,9 @@
 //
 // A context is divided into splits of kSplit tokens and a split into blocks of kKeys, both counted from its first
 // token. A row has a softmax state of its own for each split, to which the blocks are added in order. The states of
-// the splits are merged in order. Keys that a row must not see have weight zero. So the result of a row depends on its
-// query and its context only: not on the strip, task or team that computes it, nor on the chunk that it belongs to.
+// the splits are merged in order, from the first of which the row sees a key. Keys that a row must not see have weight
+// zero. So the result of a row depends on its query and its context only: not on the strip, task or team that computes
+// it, nor on the chunk that it belongs to.
 #pragma once
 #include "attention_keys.h"
 
@@ -55,17 +56,25 @@ constexpr float kHeadroom = 8;
     store(row.sums + d, load_floats(row.sums + d) * shrink);
 }
 
-// Turns the products of the first row of `row` into weights. If kMasked, the weights of keys from `visible` on are 0.
+// The keys [begin, end) of a block that a row sees. They may lie before the block, behind it, or reach beyond it.
+struct Visible {
+  int64_t begin, end;
+};
+
+// Turns the products of the first row of `row` into weights. If kMasked, the weights of keys that it does not see are 0.
 // With `scales` products are of codes, and so are those that the weights are for; the totals are of weights alone.
 template <bool kMasked>
-[[gnu::always_inline]] inline void softmax_row(const float* products, int64_t visible, Floats scale,
+[[gnu::always_inline]] inline void softmax_row(const float* products, Visible visible, Floats scale,
                                                const KeyScales* scales, const States& row, bf16* weights) {
   static_assert(kKeys == 64);
   Floats x[4], w[4];
   for (int i = 0; i < 4; i++) {
     x[i] = load_floats(products + 16 * i);
     if (scales) x[i] = x[i] * load_floats(scales->k + 16 * i);
-    if (kMasked) x[i] = select(lanes_of_keys(16 * i, visible), x[i], floats(-INFINITY));
+    if (kMasked) {
+      const Lanes seen = lanes_of_keys(16 * i, visible.end) & ~lanes_of_keys(16 * i, visible.begin);
+      x[i] = select(seen, x[i], floats(-INFINITY));
+    }
   }
   const Floats highest = max(max(x[0], x[1]), max(x[2], x[3])) * scale;
   if (bits(less(floats(*row.references + kHeadroom), highest)) != 0)
@@ -80,24 +89,24 @@ template <bool kMasked>
 }
 
 // Adds the block that `strips` has taken to the states of rows [0, num_rows) with queries q [rows][dim]. Row i sees the
-// first visible(i) keys of the block, and no row sees fewer than the row before it.
-template <class Strips, class Visible>
+// keys visible(i) of the block. They neither begin nor end before those of the row before it.
+template <class Strips, class VisibleTo>
 [[gnu::always_inline]] inline void add_block(Strips& strips, const bf16* q, int64_t num_rows, Floats scale,
-                                             const KeyScales* scales, const States& states, Visible&& visible) {
+                                             const KeyScales* scales, const States& states, VisibleTo&& visible) {
   alignas(64) float products[Strips::kHeight * kKeys];
   alignas(64) bf16 weights[Strips::kHeight * kKeys];
   for (int64_t first = 0; first < num_rows; first += Strips::kHeight) {
     const int64_t rows = std::min(Strips::kHeight, num_rows - first);
-    const int64_t most = std::min(visible(first + rows - 1), kKeys);
-    if (most <= 0) continue;
+    const Visible of_first = visible(first), of_last = visible(first + rows - 1);
+    if (of_first.begin >= kKeys || of_last.end <= 0) continue;
     strips.multiply_keys(rows, q + first * states.dim, products);
-    const bool see_all = visible(first) >= kKeys;
+    const bool see_all = of_last.begin <= 0 && of_first.end >= kKeys;
     for (int64_t i = 0; i < rows; i++) {
       const States row = states.from(first + i);
-      if (see_all) softmax_row<false>(products + i * kKeys, kKeys, scale, scales, row, weights + i * kKeys);
+      if (see_all) softmax_row<false>(products + i * kKeys, of_first, scale, scales, row, weights + i * kKeys);
       else softmax_row<true>(products + i * kKeys, visible(first + i), scale, scales, row, weights + i * kKeys);
     }
-    strips.add_values(rows, weights, num_lanes(most), states.sums + first * states.dim);
+    strips.add_values(rows, weights, num_lanes(std::min(of_last.end, kKeys)), states.sums + first * states.dim);
   }
 }
 
@@ -114,9 +123,18 @@ inline void merge(const States& whole, const States& part) {
   *whole.references = reference;
 }
 
+// What the sums of the first row of `states` are multiplied by, with the sink of its head or null.
+inline float result_factor(const States& states, const float* sink) {
+  const float total = sum_lanes(load_floats(states.totals));
+  if (sink == nullptr) return 1.0f / total;
+  const float exponent = *sink * 1.44269504f, reference = std::max(*states.references, exponent);
+  const float keep = exp2_one(*states.references - reference);
+  return keep / (total * keep + exp2_one(exponent - reference));
+}
+
 // Stores the result of the first row of `states`.
-inline void store_result(const States& states, int64_t head_dim, bf16* out) {
-  const Floats factor = floats(1.0f / sum_lanes(load_floats(states.totals)));
+inline void store_result(const States& states, int64_t head_dim, const float* sink, bf16* out) {
+  const Floats factor = floats(result_factor(states, sink));
   for (int64_t c = 0; c < num_chunks(head_dim); c++) {
     const float* sums = states.sums + 32 * c;
     store_chunk(out, c, head_dim, load_floats(sums), load_floats(sums + 16), factor);

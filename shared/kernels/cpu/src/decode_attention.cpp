@@ -1,4 +1,4 @@
-// Decode attention: one new token of each sequence attends to all of its pages.
+// Decode attention: one new token of each sequence attends to all of its pages, or to those of its window.
 //
 // A task is a split of one sequence for a range of KV heads. The outer loop is over blocks of keys and the inner one
 // over heads: with pages [head][token][dim] that reads whole pages, one after the other.
@@ -12,7 +12,7 @@ namespace {
 // The states of all heads in each split of a batch.
 struct Splits {
   Splits(const Call& call, int64_t num)
-      : dim(call.padded_dim()), num_heads(call.num_heads), size(States::num_floats(num_heads, dim)),
+      : dim(call.padded_dim()), num_heads(call.heads.num), size(States::num_floats(num_heads, dim)),
         floats(num * size) {}
   States of(int64_t split) const { return States::in(floats.data + split * size, num_heads, dim); }
 
@@ -26,7 +26,8 @@ void finish(const Call& call, const Splits& splits, int64_t b, int64_t first_spl
   for (int64_t head = first_head; head < end_head; head++) {
     const States whole = splits.of(first_split).from(head);
     for (int64_t i = 1; i < num_splits; i++) merge(whole, splits.of(first_split + i).from(head));
-    store_result(whole, call.kv.head_dim, call.out + (b * call.num_heads + head) * call.kv.head_dim);
+    bf16* const out = call.out + (b * call.heads.num + head) * call.kv.head_dim;
+    store_result(whole, call.kv.head_dim, call.heads.sink(head), out);
   }
 }
 
@@ -35,7 +36,7 @@ template <class Strips>
 void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std::vector<int64_t>& num_splits) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim();
   const Floats scale = floats(score_scale(head_dim));
-  const Scratch<bf16> q(call.num_heads * dim);  // of the task's sequence
+  const Scratch<bf16> q(call.heads.num * dim);  // of the task's sequence
   Strips strips(head_dim);
   KeyReader reader(call.kv);
   for (;;) {
@@ -46,9 +47,9 @@ void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std:
     const States states = splits.of(task.split);
     if (block.is_first) {
       states.from(first_head).clear(end_head - first_head);
-      if (dim > head_dim) std::memset(q.data, 0, size_t(call.num_heads * dim) * sizeof(bf16));
+      if (dim > head_dim) std::memset(q.data, 0, size_t(call.heads.num * dim) * sizeof(bf16));
       for (int64_t head = first_head; head < end_head; head++)
-        std::memcpy(q.data + head * dim, call.q + (task.b * call.num_heads + head) * head_dim,
+        std::memcpy(q.data + head * dim, call.q + (task.b * call.heads.num + head) * head_dim,
                     size_t(head_dim) * sizeof(bf16));
     }
     const Block& next = blocks.ahead();
@@ -58,7 +59,7 @@ void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std:
       else reader.give(strips, now, next.task ? call.block(next.task->first_head, next.keys) : now);
       const int64_t head = kv_head * call.group;
       add_block(strips, q.data + head * dim, call.group, scale, reader.scales(), states.from(head),
-                [&](int64_t) { return block.keys.count; });
+                [&](int64_t) { return block.visible; });
     }
     if (block.is_last && num_splits[task.b] == 1) finish(call, splits, task.b, task.split, 1, first_head, end_head);
   }
@@ -71,7 +72,7 @@ void attend(Team& team, const Call& call) {
   int64_t total_splits = 0;
   for (int64_t b = 0; b < batch; b++) {
     first_split.push_back(total_splits);
-    num_splits.push_back((call.context(b) + kSplit - 1) / kSplit);
+    num_splits.push_back((call.context(b) + kSplit - 1) / kSplit - call.first_split(b));
     total_splits += num_splits[b];
   }
 
@@ -80,10 +81,13 @@ void attend(Team& team, const Call& call) {
   const int64_t shares = std::min(kv_heads, (wanted + total_splits - 1) / std::max<int64_t>(total_splits, 1));
   std::vector<Task> tasks;
   for (int64_t b = 0; b < batch; b++)
-    for (int64_t i = 0; i < num_splits[b]; i++)
+    for (int64_t i = 0; i < num_splits[b]; i++) {
+      const int64_t key = (call.first_split(b) + i) * kSplit;
+      const int64_t begin = std::max(key, call.first_key(b)), end = std::min(key + kSplit, call.context(b));
       for (int64_t share = 0; share < shares; share++)
-        tasks.push_back({b, first_split[b] + i, i * kSplit, std::min((i + 1) * kSplit, call.context(b)),
-                         share * kv_heads / shares, (share + 1) * kv_heads / shares});
+        tasks.push_back({b, first_split[b] + i, begin, end, share * kv_heads / shares,
+                         (share + 1) * kv_heads / shares});
+    }
 
   const Splits splits(call, total_splits);
   std::atomic<size_t> next_task{0};
@@ -96,7 +100,7 @@ void attend(Team& team, const Call& call) {
     if (num_splits[b] > 1) to_merge.push_back(b);
   team.each(int64_t(to_merge.size()), [&](int64_t i) {
     const int64_t b = to_merge[i];
-    finish(call, splits, b, first_split[b], num_splits[b], 0, call.num_heads);
+    finish(call, splits, b, first_split[b], num_splits[b], 0, call.heads.num);
   });
 }
 
@@ -114,9 +118,9 @@ void attend_by_heads(Team& team, const Call& call) {
 
 namespace baton {
 
-void decode_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads,
-                      bf16* out) {
-  const decode::Call call(q, kv, sequences, num_heads, out);
+void decode_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences,
+                      const QueryHeads& heads, bf16* out) {
+  const decode::Call call(q, kv, sequences, heads, out);
 #ifdef BATON_HAS_AMX
   if (amx::permitted()) return decode::attend<TileStrips>(team, call);
 #endif
@@ -132,8 +136,8 @@ extern "C" void baton_decode_attention(void* team, const uint16_t* q, char* k_pa
                                        int64_t page_size, int64_t num_kv_heads, int64_t head_dim, int64_t has_codes,
                                        int64_t num_sequences, const int32_t* page_table, int64_t table_stride,
                                        const int64_t* starts, const int64_t* lengths, int64_t num_heads,
-                                       uint16_t* out) {
+                                       int64_t window, const float* sinks, uint16_t* out) {
   const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim, has_codes != 0};
   const baton::Sequences sequences{num_sequences, page_table, table_stride, starts, lengths};
-  baton::decode_attention(*static_cast<baton::Team*>(team), q, kv, sequences, num_heads, out);
+  baton::decode_attention(*static_cast<baton::Team*>(team), q, kv, sequences, {num_heads, window, sinks}, out);
 }

@@ -8,16 +8,19 @@
 namespace baton::decode {
 
 struct Call {
-  Call(const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads, bf16* out)
-      : q(q), kv(kv), sequences(sequences), num_heads(num_heads), group(num_heads / kv.num_kv_heads), out(out) {}
+  Call(const bf16* q, const KVPages& kv, const Sequences& sequences, const QueryHeads& heads, bf16* out)
+      : q(q), kv(kv), sequences(sequences), heads(heads), group(heads.num / kv.num_kv_heads), out(out) {}
 
   const bf16* const q;
   const KVPages kv;
   const Sequences sequences;
-  const int64_t num_heads, group;
+  const QueryHeads heads;
+  const int64_t group;
   bf16* const out;
 
   int64_t context(int64_t b) const { return sequences.starts[b] + sequences.lengths[b]; }
+  int64_t first_key(int64_t b) const { return heads.first_key(context(b) - 1); }
+  int64_t first_split(int64_t b) const { return first_key(b) / kSplit; }
   const int32_t* pages(int64_t b) const { return sequences.page_table + b * sequences.table_stride; }
   KeyBlock block(int64_t kv_head, const KeyRows& keys) const {
     const int64_t offset = kv_head * kv.head_nbytes();
@@ -26,14 +29,15 @@ struct Call {
   int64_t padded_dim() const { return 32 * num_chunks(kv.head_dim); }
 };
 
-// A part of one sequence, tokens [first, end), for KV heads [first_head, end_head).
+// A part of one sequence, tokens [begin, end), for KV heads [first_head, end_head).
 struct Task {
-  int64_t b, split, first, end, first_head, end_head;
+  int64_t b, split, begin, end, first_head, end_head;
 };
 
 struct Block {
   const Task* task = nullptr;  // null after the last block
   KeyRows keys;
+  Visible visible = {};
   bool is_first = false, is_last = false;  // block of its task
 };
 
@@ -58,12 +62,13 @@ class Blocks {
     if (!task_ || first_ >= task_->end) {
       const size_t i = next_task_.fetch_add(1, std::memory_order_relaxed);
       task_ = i < tasks_.size() ? &tasks_[i] : nullptr;
-      if (task_) first_ = task_->first;
+      if (task_) first_ = task_->begin / kKeys * kKeys;
     }
     block.task = task_;
     if (!task_) return;
-    block.is_first = first_ == task_->first;
-    block.keys.find(call_.kv, call_.pages(task_->b), first_, task_->end);
+    block.is_first = first_ <= task_->begin;
+    block.keys.find(call_.kv, call_.pages(task_->b), first_, task_->begin, task_->end);
+    block.visible = {task_->begin - first_, task_->end - first_};
     block.is_last = (first_ += kKeys) >= task_->end;
   }
 

@@ -28,7 +28,7 @@ class Decoder {
   void place_tokens(const BatchDesc&);
   void list_wanted(const BatchDesc&);
   void keep_wanted(float*& residual, bf16*& attended);
-  void attend(const BatchDesc&, const KVPages&, const bf16* q, bf16* out);
+  void attend(const BatchDesc&, const LayerDesc&, const KVPages&, const bf16* q, bf16* out);
   void mlp(const LayerDesc&, float* residual, int64_t num_rows);
   void experts(const LayerDesc&, float* residual, int64_t num_rows);
   void add(const Rows&, int64_t m, const PackedLinear&, const float* out_norm, float* residual);
@@ -121,7 +121,7 @@ Status Decoder::forward(const BatchDesc& batch) {
       __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
       break;  // a batch of chunks that end within their prompts only writes K and V
     }
-    attend(batch, pages, q, attended);
+    attend(batch, layer, pages, q, attended);
     if (is_last) keep_wanted(residual, attended);
     add(rows_of(attended, num_rows, layer.o), num_rows, layer.o, layer.attention_out_norm, residual);
     if (layer.experts) experts(layer, residual, num_rows);
@@ -146,14 +146,15 @@ void Decoder::keep_wanted(float*& residual, bf16*& attended) {
   attended = outputs;
 }
 
-void Decoder::attend(const BatchDesc& batch, const KVPages& pages, const bf16* q, bf16* out) {
+void Decoder::attend(const BatchDesc& batch, const LayerDesc& layer, const KVPages& pages, const bf16* q, bf16* out) {
+  const QueryHeads heads{model_.num_heads, layer.window, layer.sinks};
   const int64_t num_extends = batch.num_sequences - batch.num_decodes;
   const Sequences extends{num_extends, batch.page_table, batch.table_stride, batch.starts, batch.lengths};
   const Sequences decodes{batch.num_decodes, batch.page_table + num_extends * batch.table_stride, batch.table_stride,
                           batch.starts + num_extends, batch.lengths + num_extends};
   const int64_t first_decode = (int64_t(ids_.size()) - batch.num_decodes) * q_size();
-  if (extends.num > 0) extend_attention(team_, q, pages, extends, model_.num_heads, out);
-  if (decodes.num > 0) decode_attention(team_, q + first_decode, pages, decodes, model_.num_heads, out + first_decode);
+  if (extends.num > 0) extend_attention(team_, q, pages, extends, heads, out);
+  if (decodes.num > 0) decode_attention(team_, q + first_decode, pages, decodes, heads, out + first_decode);
 }
 
 void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {

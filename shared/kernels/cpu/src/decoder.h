@@ -16,6 +16,8 @@ struct LayerDesc {
   const float* mlp_norm;            // [hidden_size]
   const float* mlp_out_norm;        // [hidden_size], or null
   const float* qk_norm;             // [num_heads + num_kv_heads][head_dim], or null
+  const float* sinks;               // [num_heads], or null
+  int64_t window;                   // keys that a token sees, itself among them; 0: all
   PackedLinear qkv, o;
   int64_t whole_qk;            // 1: qk_norm norms all heads of q as one row, and all of k
   PackedLinear gate_up, down;  // of a dense MLP

@@ -1,4 +1,5 @@
-// Extend attention: the new tokens of each sequence attend to its cached prefix and causally to themselves.
+// Extend attention: the new tokens of each sequence attend to its cached prefix and causally to themselves, or to what
+// their windows leave of both.
 //
 // A task is a block of query tokens of one KV head of one sequence. Its rows are (token, query head) pairs, which are
 // computed in strips as high as the registers allow.
@@ -17,10 +18,10 @@ struct Call {
   const bf16* q;
   KVPages kv;
   Sequences sequences;
-  int64_t num_heads;
+  QueryHeads heads;
   bf16* out;
 
-  int64_t group() const { return num_heads / kv.num_kv_heads; }
+  int64_t group() const { return heads.num / kv.num_kv_heads; }
   int64_t padded_dim() const { return 32 * num_chunks(kv.head_dim); }
   const int32_t* pages(int64_t b) const { return sequences.page_table + b * sequences.table_stride; }
 };
@@ -43,10 +44,10 @@ struct Workspace {
   States split, whole;  // of the split that is computed, and of those before it
 };
 
-// Merges the split that ends before token `key` of the context.
-void end_split(const Workspace& work, int64_t row, int64_t key) {
+// Merges a split into those before it. `is_first` if the row sees no key before the split.
+void end_split(const Workspace& work, int64_t row, bool is_first) {
   const States split = work.split.from(row), whole = work.whole.from(row);
-  if (key > kSplit) return merge(whole, split);
+  if (!is_first) return merge(whole, split);
   std::copy_n(split.sums, split.dim, whole.sums);
   std::copy_n(split.totals, 16, whole.totals);
   *whole.references = *split.references;
@@ -56,11 +57,13 @@ template <class Strips>
 void attend(const Call& call, const Task& task, Workspace& work, Strips& strips, KeyReader& reader) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim(), group = call.group();
   const int64_t num_rows = (task.end - task.first) * group, start = call.sequences.starts[task.b];
+  auto head_of = [&](int64_t row) { return task.kv_head * group + row % group; };
   auto offset = [&](int64_t row) {  // in q and in out
-    const int64_t token = task.row_of_q + task.first + row / group, head = task.kv_head * group + row % group;
-    return (token * call.num_heads + head) * head_dim;
+    const int64_t token = task.row_of_q + task.first + row / group;
+    return (token * call.heads.num + head_of(row)) * head_dim;
   };
   auto position = [&](int64_t row) { return start + task.first + row / group; };
+  auto first_key = [&](int64_t row) { return call.heads.first_key(position(row)); };
 
   if (dim > head_dim) std::memset(work.q.data, 0, size_t(num_rows * dim) * sizeof(bf16));
   for (int64_t row = 0; row < num_rows; row++)
@@ -68,27 +71,30 @@ void attend(const Call& call, const Task& task, Workspace& work, Strips& strips,
   work.split.clear(num_rows);
 
   const Floats scale = floats(score_scale(head_dim));
-  const int64_t num_keys = start + call.sequences.lengths[task.b], end = start + task.end;
+  const int64_t num_keys = start + call.sequences.lengths[task.b], begin = first_key(0), end = start + task.end;
   const int64_t head_offset = task.kv_head * call.kv.head_nbytes();
   const char *k = call.kv.k + head_offset, *v = call.kv.v + head_offset;
   KeyRows keys, next;
-  next.find(call.kv, call.pages(task.b), 0, num_keys);
-  for (int64_t key = 0; key < end; key += kKeys) {
-    if (key > 0 && key % kSplit == 0)
+  int64_t key = begin / kKeys * kKeys;
+  next.find(call.kv, call.pages(task.b), key, begin, num_keys);
+  for (; key < end; key += kKeys) {
+    if (key % kSplit == 0)
       for (int64_t row = std::max<int64_t>(key - start - task.first, 0) * group; row < num_rows; row++) {
-        end_split(work, row, key);
+        if (first_key(row) >= key) break;
+        end_split(work, row, first_key(row) >= key - kSplit);
         work.split.from(row).clear(1);
       }
     keys = next;
-    next.find(call.kv, call.pages(task.b), key + kKeys, key + kKeys < end ? num_keys : 0);
+    next.find(call.kv, call.pages(task.b), key + kKeys, begin, key + kKeys < end ? num_keys : 0);
     reader.give(strips, {k, v, &keys}, {k, v, next.count > 0 ? &next : &keys});
     add_block(strips, work.q.data, num_rows, scale, reader.scales(), work.split,
-              [&](int64_t row) { return position(row) + 1 - key; });
+              [&](int64_t row) { return Visible{first_key(row) - key, position(row) + 1 - key}; });
   }
   for (int64_t row = 0; row < num_rows; row++) {
-    const bool has_splits = position(row) >= kSplit;
+    const bool has_splits = first_key(row) / kSplit < position(row) / kSplit;
     if (has_splits) merge(work.whole.from(row), work.split.from(row));
-    store_result((has_splits ? work.whole : work.split).from(row), head_dim, call.out + offset(row));
+    const States& states = has_splits ? work.whole : work.split;
+    store_result(states.from(row), head_dim, call.heads.sink(head_of(row)), call.out + offset(row));
   }
 }
 // The longest tasks come first, so that no worker begins a long task when the others are done.
@@ -128,9 +134,9 @@ void attend_all(Team& team, const Call& call) {
 
 namespace baton {
 
-void extend_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences, int64_t num_heads,
-                      bf16* out) {
-  const extend::Call call{q, kv, sequences, num_heads, out};
+void extend_attention(Team& team, const bf16* q, const KVPages& kv, const Sequences& sequences,
+                      const QueryHeads& heads, bf16* out) {
+  const extend::Call call{q, kv, sequences, heads, out};
 #ifdef BATON_HAS_AMX
   if (amx::permitted()) return extend::attend_all<TileStrips>(team, call);
 #endif
@@ -143,8 +149,8 @@ extern "C" void baton_extend_attention(void* team, const uint16_t* q, char* k_pa
                                        int64_t page_size, int64_t num_kv_heads, int64_t head_dim, int64_t has_codes,
                                        int64_t num_sequences, const int32_t* page_table, int64_t table_stride,
                                        const int64_t* starts, const int64_t* lengths, int64_t num_heads,
-                                       uint16_t* out) {
+                                       int64_t window, const float* sinks, uint16_t* out) {
   const baton::KVPages kv{k_pages, v_pages, page_size, num_kv_heads, head_dim, has_codes != 0};
   const baton::Sequences sequences{num_sequences, page_table, table_stride, starts, lengths};
-  baton::extend_attention(*static_cast<baton::Team*>(team), q, kv, sequences, num_heads, out);
+  baton::extend_attention(*static_cast<baton::Team*>(team), q, kv, sequences, {num_heads, window, sinks}, out);
 }
