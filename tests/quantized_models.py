@@ -175,14 +175,16 @@ def gptq(
     return config, quantize
 
 
-def quantize_folder(dense: Path, folder: Path, how: tuple[dict[str, Any], Quantize]) -> Path:
+def quantize_folder(
+    dense: Path, folder: Path, how: tuple[dict[str, Any], Quantize], *, lm_head: bool = False
+) -> Path:
     """Write `dense` into `folder` with its projections quantized, and into `folder`/dense what these stand for."""
     config, quantize = how
     shutil.copytree(dense, folder / "dense")
     tensors, stands_for = Tensors(), Tensors()
     for name, tensor in load_file(dense / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.endswith("_proj"):
+        if layer.endswith("_proj") or (lm_head and layer == "lm_head"):
             packed, stands_for[name] = quantize(tensor.float())
             tensors |= {f"{layer}.{each}": value.contiguous() for each, value in packed.items()}
         else:

@@ -107,6 +107,8 @@ class _Identity(msgspec.Struct, kw_only=True):
 
     architectures: list[str]
     quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None
+    """Its name in files of the first versions of compressed-tensors."""
 
 
 class _RopeFields(msgspec.Struct, kw_only=True):
@@ -212,7 +214,7 @@ def _identity(path: Path) -> tuple[str, dict[str, Any] | None]:
     if architecture not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise ModelError(f"{path}: architectures: {architecture} is not supported; supported are {supported}")
-    return architecture, identity.quantization_config
+    return architecture, identity.quantization_config or identity.compression_config
 
 
 def _num_kv_heads(fields: _ConfigFields, path: Path) -> int:

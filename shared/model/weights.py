@@ -147,7 +147,10 @@ class WeightReader:
     def lm_head(self, embed_VD: torch.Tensor) -> Linear:
         """Read the lm_head. A tied one that is not quantized is `embed_VD`."""
         c = self._config
-        if _lm_head_scheme(c) is not None:
+        scheme = _lm_head_scheme(c)
+        if scheme is not None and scheme.layout is not Layout.ON_LOAD:
+            return self._quantized({"lm_head": c.vocab_size}, c.hidden_size, None)
+        if scheme is not None:
             return stack([piece for _, piece in self.lm_head_pieces()], None).to(self._device)
         if c.tie_word_embeddings:
             return DenseLinear(weight_NK=embed_VD, bias_N=None)
@@ -160,7 +163,9 @@ class WeightReader:
         """
         c, scheme = self._config, _lm_head_scheme(self._config)
         if scheme is not None and scheme.layout is not Layout.ON_LOAD:
-            yield 0, self._quantized({"lm_head": c.vocab_size}, c.hidden_size, None)
+            layer, form = LinearSpec("lm_head", c.vocab_size, c.hidden_size, scheme), FORMATS[scheme.layout]
+            yield from form.pieces(self._source, layer, self._dtype)
+            self._count(self._num_stored(layer))
             return
         tied = c.tie_word_embeddings
         for first_row, piece in self._source.pieces(_EMBED if tied else _LM_HEAD):
@@ -212,10 +217,14 @@ class WeightReader:
         for name, n in rows.items():
             layer = LinearSpec(name, n, width, scheme)
             parts.append(FORMATS[scheme.layout].read(self._source, layer, self._dtype))
-            self._count(
-                sum(math.prod(self._tensors[each].shape) for each in FORMATS[scheme.layout].tensors(layer))
-            )
+            self._count(self._num_stored(layer))
         return stack(parts, bias_N).to(self._device)
+
+    def _num_stored(self, layer: LinearSpec) -> int:
+        """Elements of all tensors of a quantized layer."""
+        return sum(
+            math.prod(self._tensors[name].shape) for name in FORMATS[layer.scheme.layout].tensors(layer)
+        )
 
     def _stack(self, rows: Rows, *width: int) -> torch.Tensor:
         """Read tensors into one new buffer."""

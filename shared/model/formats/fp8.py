@@ -15,7 +15,7 @@ import torch
 from shared.model.formats.common import Format, LinearSpec, finite
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.quantization import Layout
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 
 def _scale_name(layer: LinearSpec) -> str:
@@ -38,14 +38,14 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     }
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> Linear:
+def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> Linear:
     _, columns = layer.scheme.block or (layer.n, None)
     if layer.scheme.keeps_float and layer.k % (columns or layer.k) == 0:
         return _kept(source, layer)
     return _decoded(source, layer, dtype)
 
 
-def _kept(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+def _kept(source: TensorReader, layer: LinearSpec) -> QuantizedLinear:
     scale = finite(layer.name, source.read(_scale_name(layer)).float())
     rows, _ = layer.scheme.block or (layer.n, None)
     return QuantizedLinear(
@@ -58,7 +58,7 @@ def _kept(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
     )
 
 
-def _decoded(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
+def _decoded(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
     """Piece by piece: float32 values of a whole layer would take four times its bytes."""
     scale = finite(layer.name, source.read(_scale_name(layer)).float())
     weight_NK = torch.empty(layer.n, layer.k, dtype=dtype)

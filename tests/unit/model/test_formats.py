@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
+from shared.model.formats.choice import FORMATS as READERS
 from shared.model.formats.common import LinearSpec
 from shared.model.linear import DenseLinear, QuantizedLinear
 from shared.model.quantization import Layout, Scheme, of_dummy_weights, quantize_on_load
-from shared.model.weights import DecoderWeights, load_weights, weights_nbytes
+from shared.model.weights import DecoderWeights, WeightReader, load_weights, weights_nbytes
 from tests.modelzoo import make_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
 
@@ -76,6 +77,40 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
             assert torch.equal(linear.dequantized(), wanted.float())
             assert (linear.order_K is not None) == name.endswith("order")
     assert isinstance(load(folders[name]).lm_head, DenseLinear)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_in_pieces_is_the_layer(folders: dict[str, Path], name: str) -> None:
+    quantization = load_model_config(folders[name]).quantization
+    scheme = quantization.scheme_of("gate_proj") if quantization is not None else None
+    assert scheme is not None
+    layer = LinearSpec("model.layers.1.mlp.gate_proj", 128, 64, scheme)
+    source, form = Checkpoint(folders[name]), READERS[scheme.layout]
+    firsts, pieces = zip(*form.pieces(source, layer, torch.bfloat16, num_codes=100 * 64), strict=True)
+    assert firsts == (0, 96)
+    whole = form.read(source, layer, torch.bfloat16)
+    x_TK = X[:, :64]
+    assert torch.equal(torch.cat([piece.multiply(x_TK) for piece in pieces], 1), whole.multiply(x_TK))
+
+
+def test_an_lm_head_that_is_quantized_in_the_file(folders: dict[str, Path], tmp_path: Path) -> None:
+    config, quantize = gptq(4, 32)
+    dense = folders["gptq"].parent / "dense"
+    folder = quantize_folder(dense, tmp_path / "model", (config | {"lm_head": True}, quantize), lm_head=True)
+    stands_for, done = load_file(folder / "dense" / "model.safetensors")["lm_head.weight"], list[float]()
+    with WeightReader(
+        Checkpoint(folder),
+        load_model_config(folder),
+        dtype=torch.bfloat16,
+        device=CPU,
+        on_progress=done.append,
+    ) as reader:
+        whole = reader.lm_head(reader.embed())
+        assert isinstance(whole, QuantizedLinear) and torch.equal(whole.dequantized(), stands_for)
+        before = done[-1]
+        ((first, piece),) = reader.lm_head_pieces()
+        assert first == 0 and torch.equal(piece.multiply(X[:, :64]), whole.multiply(X[:, :64]))
+        assert done[-1] > before
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block"])
@@ -294,6 +329,19 @@ def test_groups_of_layers_and_what_is_ignored(folders: dict[str, Path], tmp_path
         assert isinstance(layer.qkv_proj, QuantizedLinear) and layer.qkv_proj.bits == 8
         assert isinstance(layer.down_proj, QuantizedLinear) and layer.down_proj.bits == 4
     assert isinstance(layers[2].qkv_proj, DenseLinear) and isinstance(layers[2].gate_up_proj, DenseLinear)
+
+
+def test_the_config_has_an_older_name_and_is_missed(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["w4a16"], tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config | {"compression_config": quantization}))
+    assert load_model_config(folder).quantization == load_model_config(folders["w4a16"]).quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"lack .*q_proj\.weight and 20 more; they have .*q_proj\.weight_packed"
+    ):
+        load(folder)
 
 
 def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
