@@ -303,7 +303,7 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
             nbytes += n * width * dtype.itemsize
         else:
             nbytes += n * width * scheme.bits // 8
-            nbytes += 4 * n * (width // (scheme.group_size or width))
+            nbytes += 4 * n * LinearSpec(next(iter(rows)), n, width, scheme).num_groups
     return nbytes
 
 

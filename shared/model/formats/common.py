@@ -19,11 +19,13 @@ from shared.model.weight_source import TensorReader, TensorSpec
 ACTIVATION_GROUP = 128
 """Inputs that share a scale of activations where the format is of weights alone, with one scale for each output.
 
-A scale for the whole token would lose twice as much.
+A scale for the whole token would lose two to five times as much. Inputs that it does not divide have groups of the
+largest part of it that does, down to LEAST_GROUP.
 """
+LEAST_GROUP = 32
 _WEIGHTS_ALONE = (Layout.PACK_QUANTIZED, Layout.AWQ, Layout.GPTQ, Layout.GPTQ_V2)
 _PIECE_WORDS = 1 << 15
-PIECE_CODES = 8 << 20
+PIECE_CODES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ class LinearSpec:
             if torch.equal(order_K, torch.arange(self.k)):
                 order_K = None
         is_widened = self.scheme.layout in _WEIGHTS_ALONE and not self.scheme.is_weight_only
-        if is_widened and self.k % ACTIVATION_GROUP == 0 and self.num_groups == 1:
-            num_groups = self.k // ACTIVATION_GROUP
+        size = math.gcd(ACTIVATION_GROUP, self.k)
+        if is_widened and size >= LEAST_GROUP and self.num_groups == 1:
+            num_groups = self.k // size
             scales_NG = scales_NG.expand(-1, num_groups)
             zeros_NG = None if zeros_NG is None else zeros_NG.expand(-1, num_groups)
         return QuantizedLinear(

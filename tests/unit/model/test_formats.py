@@ -18,7 +18,7 @@ from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.formats.choice import FORMATS as READERS
 from shared.model.formats.common import LinearSpec
-from shared.model.linear import DenseLinear, QuantizedLinear
+from shared.model.linear import DenseLinear, QuantizedLinear, in_groups, quantize_weight
 from shared.model.quantization import Layout, Scheme, of_dummy_weights, quantize_on_load
 from shared.model.weights import DecoderWeights, WeightReader, load_weights, weights_nbytes
 from tests.modelzoo import make_model
@@ -344,6 +344,20 @@ def test_the_config_has_an_older_name_and_is_missed(folders: dict[str, Path], tm
         load(folder)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_become_the_nearest_codes(bits: int) -> None:
+    """What is largest in a group is exact, and all that is not its opposite is half a step off at most."""
+    weight_NK = torch.randn(40, 96, generator=torch.Generator().manual_seed(bits))
+    weight_NK[0], weight_NK[1, :32] = 0.0, 1e-40
+    layer = quantize_weight(weight_NK, bits=bits, group_size=32)
+    groups_NGK, quantized_NGK = in_groups(weight_NK, 32), in_groups(layer.dequantized(), 32)
+    largest, step_NG = groups_NGK.abs().argmax(2, keepdim=True), layer.scales_NG.abs()
+    torch.testing.assert_close(quantized_NGK.gather(2, largest), groups_NGK.gather(2, largest))
+    off_NGK = (quantized_NGK - groups_NGK).abs() / step_NG[..., None]
+    assert off_NGK.amax() <= 1.0 and (off_NGK > 0.5001).float().mean() < 0.02
+    assert layer.codes_NK.min() == 0 and layer.codes_NK.max() == (1 << bits) - 1
+
+
 def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
     def is_quantized(name: str, layer: str, **change: Any) -> bool:
         to = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
@@ -366,15 +380,18 @@ def test_a_tied_lm_head_of_dummy_weights_is_dense() -> None:
     assert of_dummy_weights(int8, is_tied=True).scheme_of("lm_head") is None
 
 
-@pytest.mark.parametrize(("weight_only", "group_size"), [(False, 128), (True, 256)])
+@pytest.mark.parametrize(
+    ("k", "weight_only", "group_size"),
+    [(256, False, 128), (256, True, 256), (96, False, 32), (48, False, 48)],
+)
 def test_activations_have_a_scale_for_each_group_where_weights_have_one_for_all(
-    weight_only: bool, group_size: int
+    k: int, weight_only: bool, group_size: int
 ) -> None:
     scheme = Scheme(
         layout=Layout.PACK_QUANTIZED, bits=8, group_size=None, is_symmetric=True, is_weight_only=weight_only
     )
-    layer = LinearSpec("down_proj", 4, 256, scheme).linear(
-        torch.zeros(4, 256, dtype=torch.uint8),
+    layer = LinearSpec("down_proj", 4, k, scheme).linear(
+        torch.zeros(4, k, dtype=torch.uint8),
         torch.ones(4, 1),
         torch.full((4, 1), 3, dtype=torch.uint8),
         None,
