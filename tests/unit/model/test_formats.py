@@ -17,9 +17,9 @@ from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.formats.choice import FORMATS as READERS
-from shared.model.formats.common import LinearSpec
+from shared.model.formats.common import LinearSpec, unpack
 from shared.model.linear import DenseLinear, QuantizedLinear, in_groups, quantize_weight
-from shared.model.quantization import Layout, Scheme, of_dummy_weights, quantize_on_load
+from shared.model.quantization import Layout, Quantization, Scheme, of_dummy_weights, quantize_on_load
 from shared.model.weights import DecoderWeights, WeightReader, load_weights, weights_nbytes
 from tests.modelzoo import make_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
@@ -55,8 +55,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: quantize_folder(dense, root / name, make()) for name, make in FORMATS.items()}
 
 
-def load(folder: Path) -> DecoderWeights:
-    return load_weights(Checkpoint(folder), load_model_config(folder), dtype=torch.bfloat16, device=CPU)
+def load(folder: Path, *, keeps_float: bool = False) -> DecoderWeights:
+    """Read in pieces of 3000 bytes: FP8 and dense weights in several."""
+    config = load_model_config(folder)
+    if keeps_float:
+        assert config.quantization is not None
+        config = replace(config, quantization=config.quantization.kept_float())
+    return load_weights(Checkpoint(folder, piece_nbytes=3000), config, dtype=torch.bfloat16, device=CPU)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -70,6 +75,9 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
             (layer.down_proj, ("mlp.down_proj",)),
         ):
             wanted = torch.cat([stands_for[f"model.layers.{i}.{part}.weight"] for part in parts])
+            if linear is layer.qkv_proj:
+                biases = torch.cat([stands_for[f"model.layers.{i}.{part}.bias"] for part in parts])
+                assert linear.bias_N is not None and torch.equal(linear.bias_N, biases)
             if name.startswith("fp8"):
                 assert isinstance(linear, DenseLinear) and torch.equal(linear.weight_NK, wanted.bfloat16())
                 continue
@@ -86,11 +94,18 @@ def test_a_layer_in_pieces_is_the_layer(folders: dict[str, Path], name: str) -> 
     assert scheme is not None
     layer = LinearSpec("model.layers.1.mlp.gate_proj", 128, 64, scheme)
     source, form = Checkpoint(folders[name]), READERS[scheme.layout]
-    firsts, pieces = zip(*form.pieces(source, layer, torch.bfloat16, num_codes=100 * 64), strict=True)
-    assert firsts == (0, 96)
+    firsts, pieces = zip(*form.pieces(source, layer, torch.bfloat16, num_codes=70 * 64), strict=True)
+    assert firsts == ((0, 96) if name in ("fp8-block", "fp8-transformers") else (0, 64))
     whole = form.read(source, layer, torch.bfloat16)
     x_TK = X[:, :64]
     assert torch.equal(torch.cat([piece.multiply(x_TK) for piece in pieces], 1), whole.multiply(x_TK))
+
+
+def test_words_are_unpacked_in_pieces() -> None:
+    """Two rows are more than a piece."""
+    words = torch.randint(-(1 << 31), 1 << 31, (3, 20_000), generator=torch.Generator().manual_seed(1))
+    codes = unpack(words.to(torch.int32), 4, 160_000 - 3)
+    assert torch.equal(codes, torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1)[:, :-3])
 
 
 def test_an_lm_head_that_is_quantized_in_the_file(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -113,12 +128,12 @@ def test_an_lm_head_that_is_quantized_in_the_file(folders: dict[str, Path], tmp_
         assert done[-1] > before
 
 
-@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block", "fp8-transformers"])
 def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, Path], name: str) -> None:
     config = load_model_config(folders[name])
     assert config.quantization is not None
     kept = replace(config, quantization=config.quantization.kept_float())
-    weights = load_weights(Checkpoint(folders[name]), kept, dtype=torch.bfloat16, device=CPU)
+    weights = load(folders[name], keeps_float=True)
     assert weights_nbytes(kept, torch.bfloat16) < weights_nbytes(config, torch.bfloat16)
     stands_for = load_file(folders[name] / "dense" / "model.safetensors")
     for i, layer in enumerate(weights.layers):
@@ -215,7 +230,7 @@ AS_WRITTEN: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("w4a16-g32", of_weights(actorder="weight")),
     ("w4a16-g32-order", of_weights(actorder="dynamic")),
     ("fp8-channel", lambda config: (config.update(format="naive-quantized"), of_group(format=None)(config))),
-    ("fp8-block", of_weights(block_structure="32x48")),
+    ("fp8-block", of_weights(block_structure="48x48")),
     ("awq", lambda config: config.update(version="GEMM", modules_to_not_convert=None)),
     ("gptq", lambda config: config.update(lm_head=None, checkpoint_format=None, meta={"quantizer": ["a"]})),
     ("gptq-v2", lambda config: config.update(format=config.pop("checkpoint_format"))),
@@ -261,6 +276,13 @@ def test_a_scale_without_an_axis_and_a_shape_of_32_bits(folders: dict[str, Path]
             assert torch.equal(ours.down_proj.multiply(X), theirs.down_proj.multiply(X))
 
 
+def with_last(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """A copy with another last element."""
+    copy = tensor.clone()
+    copy.view(-1)[-1] = value
+    return copy
+
+
 WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
     ("w8a8", "model.layers.1.mlp.up_proj.weight_scale", lambda tensor: None),
     ("w8a8", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor.float()),
@@ -270,8 +292,9 @@ WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
     ("awq", "model.layers.0.mlp.gate_proj.qzeros", lambda tensor: None),
     ("gptq", "model.layers.0.mlp.gate_proj.scales", lambda tensor: tensor.T.contiguous()),
     ("gptq-order", "model.layers.0.self_attn.q_proj.g_idx", lambda tensor: tensor.flip(0)),
-    ("w8a8", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: tensor * torch.nan),
-    ("fp8-block", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: tensor * torch.inf),
+    ("w8a8", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: with_last(tensor, torch.nan)),
+    ("fp8-block", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: with_last(tensor, torch.inf)),
+    ("fp8-channel", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: with_last(tensor, torch.inf)),
 ]
 
 
@@ -290,7 +313,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
     other = change(tensors.pop(tensor))
     save_file(tensors if other is None else tensors | {tensor: other}, folder / "model.safetensors")
     with pytest.raises(ModelError) as refused:
-        load(folder)
+        load(folder, keeps_float=name == "fp8-channel")
     layer, words = tensor.rpartition(".")[0], str(refused.value)
     assert tensor in words or "g_idx" in words or f"{layer}: a scale is not finite" in words
 
@@ -372,6 +395,16 @@ def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: P
     assert is_quantized("awq", up_proj, modules_to_not_convert=["1.m.p"])
     assert not is_quantized("w8a8", up_proj, ignore=["re:.*mlp"])
     assert is_quantized("w8a8", up_proj, ignore=["re:mlp"])  # compressed-tensors takes re.match
+
+
+def test_a_name_comes_before_a_regex_and_a_regex_before_all_layers() -> None:
+    one, some, all_others = (
+        Scheme(layout=Layout.ON_LOAD, bits=8, group_size=size, is_symmetric=True) for size in (32, 64, 128)
+    )
+    quantization = Quantization(
+        schemes=((("Linear",), all_others), (("re:.*mlp",), some), (("mlp.up",), one))
+    )
+    assert [quantization.scheme_of(name) for name in ("mlp.up", "mlp.down", "o")] == [one, some, all_others]
 
 
 def test_a_tied_lm_head_of_dummy_weights_is_dense() -> None:
