@@ -56,7 +56,7 @@ serve: $(INSTALLED)
 demo: $(INSTALLED)
 	@$(BIN)/python -m router.demo
 
-# Three processes at a time, since many tests wait; those that start real nodes one after the other (tests/conftest.py).
+# Three processes at a time, since many tests wait; at most two of them start real nodes (tests/conftest.py).
 test: $(DEV)
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 

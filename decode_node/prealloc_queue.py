@@ -10,8 +10,8 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import Peek
 from shared.kvtransfer.receiver import KVReceiver
 from shared.protocol.messages import NodeRef
-from shared.scheduling.priority import Arrival
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_policy import Arrival
 from shared.timeline import Clock, ReqStage
 
 MOVE_MARGIN = 4

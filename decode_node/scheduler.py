@@ -28,6 +28,7 @@ from decode_node.trial import HANDED_BACK, Trial
 from shared.engine.loop_parts import NodeParts, new_grammar_queue, new_launcher
 from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
+from shared.engine.vitals import QueuedTokens
 from shared.errors import RequestError, TransferError
 from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.queues import evict_corrupt, take_over
@@ -37,7 +38,6 @@ from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
 from shared.scheduling.plan import Plan
-from shared.scheduling.queued_tokens import QueuedTokens
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 

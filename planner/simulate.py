@@ -1,6 +1,6 @@
 """One candidate under one workload: a simulated fleet, run to the end, and what its clients and its nodes saw.
 
-candidate, profiles ──▶ FleetShape ──▶ SimFleet.run ──▶ Run(figures of the clients, busy shares, bottleneck)
+candidate, profiles ──▶ FleetShape ──▶ SimFleet.run ──▶ Run(what clients saw, busy shares, bottleneck)
 
 All decisions are those of the real schedulers and of the real dispatcher. The profiles say what everything costs.
 """
@@ -16,7 +16,7 @@ from enum import StrEnum
 import msgspec
 
 from planner.candidate import Candidate
-from planner.figures import Figures, Served, Slo, arrival_seconds, figures_of
+from planner.figures import Served, Slo
 from planner.profile import Profile
 from planner.simulator.fleet import FleetShape, Outcome, SimFleet
 from planner.simulator.node import NodeShape
@@ -52,7 +52,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """What one candidate came to under one workload."""
 
     candidate: Candidate
-    figures: Figures
     served: tuple[Served | None, ...]
     """Of each request, in order of arrival. None: it failed."""
     busy: dict[str, float]
@@ -104,12 +103,9 @@ def simulate(
     served = [_served(outcome) for outcome in done]
     by_request = {id(outcome.request): one for outcome, one in zip(done, served, strict=True)}
     num_failed = len(requests) - len(served)
-    seconds = arrival_seconds([request.at_s for request in requests]) or fleet.loop.now - requests[0].at_s
-    figures = figures_of(served, num_failed, seconds, slo)
     prompt_tokens = max(1, sum(outcome.request.input_len for outcome in done))
     return Run(
         candidate=candidate,
-        figures=figures,
         served=tuple(by_request.get(id(request)) for request in requests),
         busy=busy,
         transfer_bytes_s=transfer_bytes_s,
@@ -202,7 +198,6 @@ def _mean_stages(done: Sequence[Outcome]) -> dict[StartStage, float]:
 
 _CAUSE_OF = {
     StartStage.DISPATCH: Bottleneck.ROUTER,
-    StartStage.TURN: Bottleneck.ROUTER,
     StartStage.FAILOVER: Bottleneck.ROUTER,
     StartStage.RESERVATION: Bottleneck.DECODE_PAGES,
     StartStage.FETCH: Bottleneck.LINKS,

@@ -25,6 +25,7 @@ from prefill_node.run_ahead import RunAhead
 from shared.engine.loop_parts import NodeParts, new_grammar_queue, new_launcher
 from shared.engine.req_table import ReqTable
 from shared.engine.router_desk import RouterDesk
+from shared.engine.vitals import QueuedTokens
 from shared.errors import RequestError
 from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.queues import BootstrapQueue, InflightQueue, evict_corrupt
@@ -34,7 +35,6 @@ from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
 from shared.scheduling.plan import Plan
-from shared.scheduling.queued_tokens import QueuedTokens
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
 

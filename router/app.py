@@ -10,7 +10,8 @@
     HeadAsGet           answers HEAD wherever GET is answered
     FastAPI             routes, and errors as JSON, also those of bugs
 
-All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's disconnect from a stream.
+All are plain ASGI, since starlette's BaseHTTPMiddleware would keep a client's disconnect from a stream. Each
+scope is that of an HTTP request: the server has no websockets and no lifespan.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from router.api.prefix_hashes import PrefixHasher
 from router.api.request_log import RequestLog
 from router.api.responses_api import responses_routes
 from router.api.service_api import control_routes, health_routes, info_routes
-from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.api_keys import ApiKeyCheck, ApiKeys, admin_guard
 from router.http.body import wrong_input
@@ -50,8 +50,8 @@ from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
+from router.request.admission import Admissions, QueueGate
 from router.request.generation import Generator
-from router.request.queue_limit import QueueGate, QueueLimit
 from router.text.served_model import ModelSlot
 from shared.errors import RequestError
 from shared.log import crash
@@ -73,7 +73,7 @@ class Service:
     model: ModelSlot
     membership: Membership
     changes: FleetChanges
-    dispatcher: Dispatcher
+    admissions: Admissions
     generator: Generator
     abort: Callable[[str | None], RequestsAborted]
     """Aborts the requests of a rid, or all (None), at all routers. Returns the number of sequences of this one."""
@@ -81,7 +81,6 @@ class Service:
     status: FleetStatus
     live: LiveState
     http: HttpOptions
-    max_queued_requests: int
     keys: ApiKeys
     traces: Traces | None
     log_hasher: PrefixHasher
@@ -90,19 +89,8 @@ class Service:
 
 def create_app(service: Service) -> ASGIApp:
     """The routes behind their middleware."""
-    limit = QueueLimit(service.dispatcher.queue, service.max_queued_requests, service.metrics.rejected)
-    service.metrics.watch_own(
-        "baton:num_queued_reqs",
-        "Sequences that wait for their first token, in all queues.",
-        lambda: limit.num_queued,
-    )
-    service.metrics.watch_own(
-        "baton:num_held_reqs",
-        "Those of them that the router holds until it is their turn among the API keys.",
-        lambda: service.dispatcher.queue.num_without_turn,
-    )
     app: ASGIApp = JsonBodies(HeadAsGet(create_api(service)), service.http.limits.max_body_bytes)
-    app = QueueGate(app, limit, _QUEUED)
+    app = QueueGate(app, service.admissions, _QUEUED)
     app = ApiKeyCheck(app, service.keys)
     if service.http.allowed_origins:
         app = CORSMiddleware(

@@ -27,7 +27,6 @@ from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
 from router.app import Service, create_app
 from router.dispatch.dispatcher import Deadlines, Dispatcher
-from router.dispatch.live_rids import LiveRids
 from router.dispatch.metrics import Metrics
 from router.dispatch.policy import POLICIES
 from router.http.api_keys import api_keys, warn_if_open
@@ -41,6 +40,7 @@ from router.nodes.member import MemberState
 from router.nodes.membership import Membership
 from router.nodes.shared_news import SharedNews
 from router.nodes.status import FleetStatus
+from router.request.admission import Admissions
 from router.request.generation import Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
@@ -48,7 +48,7 @@ from shared.errors import ConfigError
 from shared.log import event, warn
 from shared.model.files import resolve_model
 from shared.protocol.dial_socket import MAX_SOCKETS
-from shared.protocol.messages import Announcement, Role, Work
+from shared.protocol.messages import Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
@@ -66,7 +66,7 @@ _PROOF_IDS = [0] * 8
 class Router:
     """All parts of one router, as an async context manager.
 
-    `config.fleet.join` and `on_announcement` name its nodes. `index` counts the routers that share a port
+    `config.fleet.join` and what `membership` is told name its nodes. `index` counts the routers that share a port
     (--router-workers).
     """
 
@@ -108,11 +108,6 @@ class Router:
         self.tls.reload()
 
     @property
-    def needs_key(self) -> bool:
-        """True when clients must send the API key."""
-        return self.keys.needed
-
-    @property
     def url(self) -> str:
         """The router's URL for clients on this machine."""
         return self._config.http.url(self.http_port)
@@ -128,16 +123,15 @@ class Router:
         app = create_app(
             Service(
                 model=self.model,
-                membership=self._membership,
+                membership=self.membership,
                 changes=self._changes,
-                dispatcher=self._dispatcher,
+                admissions=self._admissions,
                 generator=self._generator,
                 abort=self._abort_everywhere,
                 metrics=self._metrics,
                 status=self._status,
                 live=self._live,
                 http=http,
-                max_queued_requests=self._config.dispatch.max_queued_requests,
                 keys=self.keys,
                 traces=self._traces,
                 log_hasher=self.log_hasher,
@@ -182,26 +176,14 @@ class Router:
         if self._server is not None:
             self._server.should_exit = True
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self._membership.close()
-
-    def on_announcement(self, message: Announcement) -> None:
-        """Take a node's announcement (a `join_socket.JoinListener`)."""
-        self._membership.on_announcement(message)
-
-    def on_listing(self, listed: Sequence[tuple[Role, str]]) -> None:
-        """Take in what discoveries list now: role and address of each node."""
-        self._membership.on_listing(listed)
-
-    def node_exited(self, node_id: str, role: Role, reason: str, *, crashed: bool) -> None:
-        """Note that a node of this machine has ended. It announces itself when it has been started again."""
-        self._membership.node_exited(node_id, role, reason, crashed=crashed)
+        await self.membership.close()
 
     async def ready(self, node_ids: Sequence[str] = ()) -> None:
         """Wait until these nodes serve, or, if none is named, until the fleet can serve. Raises ConfigError."""
         if not node_ids:
             await self._joined()
         while not self._all_serve(node_ids):
-            await self._membership.changed()
+            await self.membership.changed()
 
     async def prove(self, text: str, max_new_tokens: int) -> str:
         """Complete `text`, or token ids without a tokenizer, greedily, through both fleets. Raises RequestError."""
@@ -210,10 +192,8 @@ class Router:
         input_ids = (await model.tokenizer.encode([text]))[0] if model.tokenizer.has_text else _PROOF_IDS
         work = Work(tuple(input_ids), params)
         prompt = Prompt(rid=f"proof-{secrets.token_hex(4)}", work=work, split=True)
-        with self._generator.claim() as claim:
-            claim.take([prompt.rid], [1], whole=None, shared=False)
-            async with self._generator.open([prompt], model.tokenizer, claim) as group:
-                return "".join([added async for _, added in group.steps()])
+        async with self._generator.probe(prompt, model.tokenizer) as group:
+            return "".join([added async for _, added in group.steps()])
 
     async def broken(self) -> None:
         """Wait until a part that should run for ever ends, and raise its error."""
@@ -229,18 +209,18 @@ class Router:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         exits.callback(context.destroy)
-        self._membership = Membership(
+        self.membership = Membership(
             context,
             incarnation=self.incarnation,
             fleet_key=fleet_key,
             timing=Timing(node_timeout_s=options.node_timeout_s),
             resolver=Resolver(),
         )
-        exits.push_async_callback(self._membership.close)
+        exits.push_async_callback(self.membership.close)
         self._metrics = Metrics(self.model.name)
-        self._metrics.watch(self._membership.all_live)
+        self._metrics.watch(self.membership.all_live)
         self._dispatcher = Dispatcher(
-            self._membership,
+            self.membership,
             incarnation=self.incarnation,
             policies={
                 Role.PREFILL: POLICIES[options.prefill_policy],
@@ -254,20 +234,28 @@ class Router:
             local_prefill_tokens=options.local_prefill_tokens,
             ttft_limit_s=options.ttft_limit_s,
             metrics=self._metrics,
-            vocab_size=lambda: self.model.get().vocab_size,
+            vocab_size=self.model.vocab_size,
             later=asyncio.get_running_loop().call_later,
         )
         self._traces = open_traces(config.http.otlp_traces_endpoint)
         if self._traces is not None:
             exits.push_async_callback(asyncio.to_thread, self._traces.close)
-        self._generator = Generator(self._dispatcher, LiveRids(), patience_s=options.failover_timeout_s)
-        self._news = SharedNews(self._membership.all_live, self.incarnation)
-        self._changes = FleetChanges(self._membership, self._dispatcher, self._news, self._abort)
+        self._admissions = Admissions(
+            self._dispatcher.queue, options.max_queued_requests, self._metrics.rejected
+        )
+        self._metrics.watch_own(
+            "baton:num_queued_reqs",
+            "Sequences that wait for their first token, in all queues.",
+            lambda: self._admissions.num_queued,
+        )
+        self._generator = Generator(self._dispatcher, self._admissions, patience_s=options.failover_timeout_s)
+        self._news = SharedNews(self.membership.all_live, self.incarnation)
+        self._changes = FleetChanges(self.membership, self._dispatcher, self._news, self._abort)
         exits.push_async_callback(self._changes.close)
-        self._membership.report_to(self._dispatcher, self._changes)
-        self._status = FleetStatus(self._membership, self.model)
+        self.membership.report_to(self._dispatcher, self._changes)
+        self._status = FleetStatus(self.membership, self.model)
         self._live = LiveState(
-            self._membership,
+            self.membership,
             self._dispatcher,
             self._metrics,
             self._status,
@@ -276,7 +264,7 @@ class Router:
         )
         exits.callback(self._close_model)
         for role, address in config.fleet.join:
-            self._membership.dial(address, role, pinned=True)
+            self.membership.dial(address, role, pinned=True)
 
     def _watch_http(self, server: HttpServer) -> None:
         watch = self._metrics.watch_own
@@ -305,27 +293,27 @@ class Router:
         self._background.append(asyncio.create_task(work, name=name))
 
     def _all_serve(self, node_ids: Sequence[str]) -> bool:
-        for member in self._membership.members:
+        for member in self.membership.members:
             if member.state is MemberState.REFUSED and member.node_id in node_ids:
                 raise ConfigError(f"{member.node_id} does not fit: {member.reason}")
-        live = {node.ref.node_id for node in self._membership.all_live()}
+        live = {node.ref.node_id for node in self.membership.all_live()}
         return live.issuperset(node_ids)
 
     async def _joined(self) -> None:
         """Wait for a decode node, and for a while for prefill nodes, so that the first prompt goes through them."""
-        while not self._membership.all_live():
-            await self._membership.changed()
+        while not self.membership.all_live():
+            await self.membership.changed()
         if not self.model.known:
             await self._learn_model()
-        while not self._membership.live(Role.DECODE):
-            await self._membership.changed()
+        while not self.membership.live(Role.DECODE):
+            await self.membership.changed()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WAIT_FOR_PREFILL_S):
-                while self._membership.expects(Role.PREFILL) and not self._membership.live(Role.PREFILL):
-                    await self._membership.changed()
+                while self.membership.expects(Role.PREFILL) and not self.membership.live(Role.PREFILL):
+                    await self.membership.changed()
 
     async def _learn_model(self) -> None:
-        name = self._membership.all_live()[0].hello.flags.get("model")
+        name = self.membership.all_live()[0].hello.flags.get("model")
         if not isinstance(name, str):
             raise ConfigError("the node does not say which model it serves: give --model")
         try:

@@ -79,7 +79,7 @@ class ModelOptions:
     attention_backend: str = flag(
         "auto",
         "what computes attention, and with it the model: triton (kernels for NVIDIA GPUs), native (C++ for CPUs with "
-        "AVX-512, in bfloat16, built at the first start) or torch; auto: triton or native where it is available",
+        "AVX2, in bfloat16, built at the first start) or torch; auto: triton or native where it is available",
         choices=("auto", "native", "torch", "triton"),
     )
     exact: bool = flag(

@@ -31,10 +31,13 @@ if device().type == "cpu":
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start real processes run one after the other: each loads several cores by itself."""
+    """Tests that start real processes run in two lanes, one after the other: each loads several cores by itself.
+
+    Those of tests/fault wait much, since processes have to be missed, and are more than half of all.
+    """
     for item in items:
         if item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+            item.add_marker(pytest.mark.xdist_group("faults" if "fault" in item.path.parts else "processes"))
 
 
 def pytest_collection_finish() -> None:
@@ -57,11 +60,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test may be a coroutine function. Its fixtures are none, and know no event loop."""
+    """A test may be a coroutine function. Its fixtures are none.
+
+    They know no event loop, but for the `loop` on which all tests of tests/browser run.
+    """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
     run = uvloop.run if pyfuncitem.get_closest_marker("uvloop") else asyncio.run
+    if "loop" in pyfuncitem.funcargs:
+        run = pyfuncitem.funcargs["loop"].run
     run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
 

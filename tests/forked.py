@@ -13,12 +13,34 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from shared.cli import add_fleet_flags, add_log_flags, add_net_flags, add_node_flags, make_parser, node_config
 from shared.flags import FlagParser
 from shared.timeline import Role
 from tests.device import device
+
+IMPORTED = (
+    "shared.engine.node_process",
+    "decode_node.scheduler",
+    "prefill_node.scheduler",
+    "shared.grammar.xgrammar_backend",
+    "shared.kvtransfer.transports.gloo",
+    "shared.kvtransfer.transports.shm",
+)
+"""What nodes import. The process that forks passes silently over a module that is not there."""
+assert all(find_spec(name) for name in IMPORTED)
+
+
+def context() -> Any:
+    """How processes are started: forked from a server that has imported what nodes import, and has no threads."""
+    if device().type != "cpu":
+        return multiprocessing.get_context("spawn")
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload([__name__, *IMPORTED])
+    return forking
 
 
 class Forked:
@@ -28,9 +50,7 @@ class Forked:
     """
 
     def __init__(self, log_path: Path, run: Callable[..., int], *args: object) -> None:
-        context = multiprocessing.get_context("forkserver" if device().type == "cpu" else "spawn")
-        context.set_forkserver_preload([__name__, "decode_node.role", "prefill_node.role", "xgrammar"])
-        self._process = context.Process(target=_run_logged, args=(log_path, run, args))
+        self._process = context().Process(target=_run_logged, args=(log_path, run, args))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid

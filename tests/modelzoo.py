@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
+MIXTURES = ("qwen3moe", "olmoe", "mixtral")
+ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", *MIXTURES)
 
 EOS_TOKEN = "<|endoftext|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -50,12 +51,20 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
 }
 
 
@@ -191,6 +200,22 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
             return transformers.Qwen2Config(**{"rope_theta": 1_000_000.0, **sizes})
         case "qwen3":
             return transformers.Qwen3Config(**{"head_dim": 32, **sizes})
+        case "qwen3moe":
+            own = {
+                "head_dim": 32,
+                "moe_intermediate_size": 48,
+                "norm_topk_prob": True,
+                "mlp_only_layers": [1],
+            }
+            return transformers.Qwen3MoeConfig(**_EXPERTS | own | sizes)
+        case "olmoe":
+            return transformers.OlmoeConfig(**_EXPERTS | sizes)
+        case "mixtral":
+            return transformers.MixtralConfig(**{"num_local_experts": 4, "num_experts_per_tok": 2, **sizes})
+        case "phi3":
+            parts = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
+            rope = {"rope_scaling": dict(_LONGROPE), **parts}
+            return transformers.Phi3Config(**{**rope, **sizes})
     raise ValueError(f"{architecture!r} is none of {ARCHITECTURES}")
 
 
@@ -211,8 +236,8 @@ def _spread(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.3 * noise
     # A wide residual branch lets attention and MLP outweigh the last token's own embedding, so that tied models
     # do not repeat it.
-    gain = 3.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 2.0
-    return noise * (gain / math.sqrt(noise.shape[1]))
+    gain = 3.0 if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")) else 2.0
+    return noise * (gain / math.sqrt(noise.shape[-1]))
 
 
 @contextlib.contextmanager

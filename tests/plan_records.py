@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.protocol.messages import Record, ReqKey
 from shared.scheduling.plan import KVCopy, Plan, ScheduleBatch, ScheduledReq
 from shared.scheduling.req import Req

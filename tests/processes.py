@@ -356,7 +356,7 @@ class Router(Process):
         until(lambda: (self.get("/health")[1] or {}).get("status") == "ok", "it is healthy")
 
     def loads(self) -> dict[str, dict[str, Any]]:
-        """The latest load of each live node, at most about a second old."""
+        """The load of each live node, asked for now; a node that answers late is shown with its last one."""
         code, info = self.get("/get_server_info")
         return {load["node_id"]: load for load in info["internal_states"]} if code == 200 else {}
 
@@ -372,7 +372,7 @@ class Router(Process):
     def wait_home(self, *node_ids: str) -> None:
         """Until the pages and slots of these nodes (all, if none is named) are back.
 
-        A load is up to a second old, so two different pongs in a row must say so.
+        A node that answers late is shown with its last load, so two different pongs in a row must say so.
         """
         seen: dict[str, set[int]] = {}
 

@@ -184,7 +184,7 @@ def quantize_folder(
     tensors, stands_for = Tensors(), Tensors()
     for name, tensor in load_file(dense / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.endswith("_proj") or (lm_head and layer == "lm_head"):
+        if layer.endswith(("_proj", ".w1", ".w2", ".w3")) or (lm_head and layer == "lm_head"):
             packed, stands_for[name] = quantize(tensor.float())
             tensors |= {f"{layer}.{each}": value.contiguous() for each, value in packed.items()}
         else:

@@ -5,8 +5,12 @@ It stands in for the model runner and the KV pool only; everything above them is
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +22,10 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import VocabMask
-from shared.kvcache.host_pages import HostPages, PageCopy
+from shared.kvcache.allocator import HostPages, PageCopy
 from shared.kvcache.host_pool import CpuHostKVPool
 from shared.kvcache.page_digest import chunk_digest
-from shared.model.config import ModelConfig
+from shared.model.config import ModelConfig, load_model_config
 from shared.protocol.messages import KVLayout, NodeLimits
 from shared.scheduling.commit import Sampled
 
@@ -193,31 +197,25 @@ class TokenStream:
             self.run_one()
 
 
-def token_model_config() -> ModelConfig:
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
-        dtype="float32",
-        eos_token_ids=(EOS,),
-        bos_token_id=None,
-    )
+def token_model_config(**fields: Any) -> ModelConfig:
+    """A Llama of one head in one layer. `fields` are those of config.json."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": EOS,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config | fields))
+        return load_model_config(Path(folder))
 
 
 def token_engine(config: NodeConfig) -> Engine:

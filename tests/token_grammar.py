@@ -10,6 +10,8 @@ from shared.errors import RequestError
 from shared.protocol.sampling_params import Grammar
 from tests.token_engine import EOS, VOCAB_SIZE, next_token
 
+ALL_IDS = np.arange(VOCAB_SIZE)
+
 
 def token_grammar(modulus: int, length: int, run: int = 0) -> Grammar:
     """`length` tokens, each of which makes the sum of all divisible by `modulus`; then EOS.
@@ -28,15 +30,16 @@ class TokenMatcher:
         self.accepted: list[int] = []
         self.is_terminated = False
 
-    def allows(self, token_id: int) -> bool:
+    def allows(self, ids: np.ndarray) -> np.ndarray:
+        """Which of these tokens may come next."""
         if self.is_terminated:
-            return False
+            return np.zeros_like(ids, dtype=bool)
         if len(self.accepted) == self.length:
-            return token_id == EOS
-        return token_id != EOS and (sum(self.accepted) + token_id) % self.modulus == 0
+            return ids == EOS
+        return (ids != EOS) & ((sum(self.accepted) + ids) % self.modulus == 0)
 
     def accept(self, token_id: int) -> bool:
-        if not self.allows(token_id):
+        if not self.allows(np.array([token_id])).all():
             return False
         self.accepted.append(token_id)
         self.is_terminated = token_id == EOS
@@ -44,9 +47,9 @@ class TokenMatcher:
 
     def fill_mask(self, mask_GW: np.ndarray, row: int) -> None:
         assert not self.is_terminated
-        mask_GW[row] = 0
-        for token_id in filter(self.allows, range(VOCAB_SIZE)):
-            mask_GW[row].view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+        allowed = np.zeros(32 * mask_GW.shape[1], dtype=bool)
+        allowed[:VOCAB_SIZE] = self.allows(ALL_IDS)
+        mask_GW[row] = np.packbits(allowed, bitorder="little").view(np.int32)
 
     def forced_tokens(self) -> list[int]:
         if next_token(self.accepted) % 2:
@@ -142,9 +145,8 @@ def constrained_entries(
     ids, matcher = list(input_ids), TokenMatcher(modulus, length, run)
     entries: list[list[int]] = []
     while len(ids) - len(input_ids) < max_new_tokens and not matcher.is_terminated:
-        token = next_token(ids)
-        while not matcher.allows(token):
-            token = (token + 1) % VOCAB_SIZE
+        from_next = np.roll(ALL_IDS, -next_token(ids))
+        token = int(from_next[matcher.allows(from_next)][0])
         matcher.accept(token)
         room = max_new_tokens - (len(ids) - len(input_ids)) - 1
         forced = [] if matcher.is_terminated else matcher.forced_tokens()[:-1][:room]

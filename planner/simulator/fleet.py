@@ -227,9 +227,7 @@ class SimFleet:
         )
         work = Work(request.input_ids(), params, priority=request.priority, routing_key=request.routing_key)
         try:
-            req = self.dispatcher.start(
-                work, lambda: self._take(outcome), in_time=True, api_key=request.api_key
-            )
+            req = self.dispatcher.start(work, lambda: self._take(outcome), in_time=True)
         except RequestError:
             self.num_refused += 1
             return None

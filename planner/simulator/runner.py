@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.cost_model import CostModel
 from planner.simulator.events import NodeClock
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.scheduling.commit import Sampled
 from shared.scheduling.plan import ScheduleBatch
 

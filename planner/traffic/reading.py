@@ -2,20 +2,17 @@
 
 mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids
 vllm       the same fields as vllm bench serve --dataset-name timed_trace reads them: timestamp in seconds
-azure      CSV or JSONL: TIMESTAMP (a date), ContextTokens, GeneratedTokens
 router     the log of `router --log-requests` (`router/api/request_log.py`), in which other lines are skipped
 """
 
 from __future__ import annotations
 
 import base64
-import csv
 import gzip
 import json
 import re
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -44,7 +41,6 @@ class TraceFormat(StrEnum):
 
     MOONCAKE = "mooncake"
     VLLM = "vllm"
-    AZURE = "azure"
     ROUTER = "router"
 
 
@@ -73,16 +69,9 @@ class _TimedLine(msgspec.Struct):
     hash_ids: tuple[int, ...] = ()
 
 
-class _AzureLine(msgspec.Struct):
-    at: str = msgspec.field(name="TIMESTAMP")
-    prompt: Length = msgspec.field(name="ContextTokens")
-    answer: Length = msgspec.field(name="GeneratedTokens")
-
-
 _FIELDS = {
     TraceFormat.VLLM: {"chat_id", "timestamp", "input_length"},  # Alibaba's traces, in seconds
     TraceFormat.MOONCAKE: {"timestamp", "input_length"},
-    TraceFormat.AZURE: {"TIMESTAMP", "ContextTokens"},
 }
 """By which a format is known."""
 
@@ -119,7 +108,7 @@ class _Reader:
         for line in self._lines(path):
             if parse is None:
                 trace_format = trace_format or _format_of(line)
-                parse = log if trace_format is TraceFormat.ROUTER else _parser_of(trace_format, line)
+                parse = log if trace_format is TraceFormat.ROUTER else _parser_of(trace_format)
             for arrival in parse(line):
                 if not arrival.input_len or not arrival.output_len:
                     self._num_left_out += 1
@@ -197,31 +186,20 @@ class _Reader:
 # ------------------------------------------------------------------------------------------------------ formats
 def _format_of(line: bytes) -> TraceFormat:
     """The format of a file by its first line."""
-    is_json = line.startswith((b"{", b"["))
+    if not line.startswith((b"{", b"[")):
+        return TraceFormat.ROUTER  # a log may begin with any line, such as a progress bar
     try:
-        names = set(json.loads(line) if is_json else _cells(line))
-    except (ValueError, TypeError, csv.Error):
+        names = set(json.loads(line))
+    except (ValueError, TypeError):
         names = set()
     for trace_format, fields in _FIELDS.items():
         if fields <= names:
             return trace_format
-    if not is_json:
-        return TraceFormat.ROUTER  # a log may begin with any line, such as a progress bar
     raise _BadLine("its fields are of no known trace; docs/planning.md lists them")
 
 
-def _parser_of(trace_format: TraceFormat, first: bytes) -> _Parse:
-    """What parses the lines of a trace that begins with `first`."""
-    if trace_format is TraceFormat.AZURE:
-        names = None if first.startswith(b"{") else _cells(first)
-
-        def azure(line: bytes) -> Iterator[_Arrival]:
-            if line != first or names is None:
-                cells = json.loads(line) if names is None else dict(zip(names, _cells(line), strict=False))
-                row = msgspec.convert(cells, _AzureLine, strict=False)
-                yield _Arrival(_date(row.at), row.prompt, row.answer)
-
-        return azure
+def _parser_of(trace_format: TraceFormat) -> _Parse:
+    """What parses the lines of a trace of this format."""
     units_a_second = 1.0 if trace_format is TraceFormat.VLLM else 1e3
     decode = msgspec.json.Decoder(_TimedLine).decode
 
@@ -230,21 +208,6 @@ def _parser_of(trace_format: TraceFormat, first: bytes) -> _Parse:
         yield _Arrival(row.timestamp / units_a_second, row.input_length, row.output_length, row.hash_ids)
 
     return timed
-
-
-def _cells(line: bytes) -> list[str]:
-    return [cell.strip() for cell in next(csv.reader([line.decode("utf-8-sig", "replace")]))]
-
-
-def _date(text: str) -> float:
-    """Seconds since 1970; UTC, where the date names no zone."""
-    try:
-        date = datetime.fromisoformat(text)
-    except ValueError:
-        raise _BadLine(
-            f"TIMESTAMP is {text[:40]!r}, and must be a date such as 2023-11-16 18:15:46.6805900"
-        ) from None
-    return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 class _LoggedRequest(msgspec.Struct):

@@ -29,7 +29,6 @@ class SimRequest:
     block_tokens: int
     routing_key: str = ""
     priority: int = 0
-    api_key: int | None = None
     max_new_tokens: int | None = None
     """What its client allows; a model that ends by itself stays below it. None: twice the output."""
 

@@ -14,10 +14,9 @@ from starlette.types import Scope
 
 from router.http.limits import HttpLimits
 from router.http.responses import StreamForm, json_response, stream_response, while_connected
-from router.request.fields import Intake
+from router.request.admission import Admission
 from router.request.generation import GenerationGroup, Generator
-from router.request.prompt import Prompt
-from router.request.queue_limit import QueuePlaces
+from router.request.prompt import Intake, Prompt
 from router.text.served_model import ModelSlot, ServedModel
 
 
@@ -61,21 +60,20 @@ class Desk:
     async def respond(
         self,
         request: Request,
-        places: QueuePlaces,
+        admission: Admission,
         read: Callable[[Intake], Coroutine[Any, Any, A]],
         dialect: Callable[[A, ServedModel], Dialect],
     ) -> Response:
         """Read a body, generate, and answer in a dialect. Raises RequestError."""
-        with self.generator.claim() as claim:
-            model = self.slot.get()
-            intake = Intake(model, self.limits, request.headers, places, claim)
-            asked = await while_connected(request.receive, read(intake))
-            group = self.generator.open(asked.prompts, model.tokenizer, claim, places)
-            setattr(request.state, _GROUP, group)
-            words = dialect(asked, model)
-            if asked.streams:
-                return await stream_response(request, words.events(group), words.form)
-            return json_response(await while_connected(request.receive, words.answer(group)))
+        model = self.slot.get()
+        intake = Intake(model, self.limits, request.headers, admission)
+        asked = await while_connected(request.receive, read(intake))
+        group = self.generator.open(asked.prompts, model.tokenizer, admission)
+        setattr(request.state, _GROUP, group)
+        words = dialect(asked, model)
+        if asked.streams:
+            return await stream_response(request, words.events(group), words.form)
+        return json_response(await while_connected(request.receive, words.answer(group)))
 
 
 def group_of(scope: Scope) -> GenerationGroup | None:

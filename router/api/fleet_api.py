@@ -96,11 +96,10 @@ def fleet_admin_routes(
         node_id: str, drain_timeout_s: DrainTimeout = DEFAULT_DRAIN_TIMEOUT_S
     ) -> NodeRemoved:
         """Send a node nothing new, and hang up when its requests have ended or the time is up."""
-        removed = await changes.remove(find(node_id), drain_timeout_s)
+        member = find(node_id)
+        num_failed_over = await changes.remove(member, drain_timeout_s)
         return NodeRemoved(
-            node_id=removed.node_id or None,
-            address=removed.address,
-            num_failed_over=removed.num_failed_over,
+            node_id=member.node_id or None, address=member.address, num_failed_over=num_failed_over
         )
 
     return router

@@ -18,16 +18,17 @@ from router.http.body import JsonRoute
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.responses import DATA_ONLY, event_stream
-from router.request.fields import (
+from router.request.admission import AdmissionOfRequest
+from router.request.generation import Generation, GenerationGroup
+from router.request.prompt import (
+    AnswerOptions,
     Intake,
+    Prompt,
     Prompts,
     check_num_logprobs,
     check_token_ids,
     read_routing_key,
 )
-from router.request.generation import Generation, GenerationGroup
-from router.request.prompt import AnswerOptions, Prompt
-from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import read_sampling, read_samplings
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -46,11 +47,11 @@ def generate_routes(desk: Desk) -> APIRouter:
 
     @router.put("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
     @router.post("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
-    async def generate(request: Request, body: GenerateBody, places: PlacesOfRequest) -> Response:
+    async def generate(request: Request, body: GenerateBody, admission: AdmissionOfRequest) -> Response:
         """Complete one prompt or several."""
         return await desk.respond(
             request,
-            places,
+            admission,
             lambda intake: read_generate(body, intake),
             lambda asked, model: _Native(asked, model.tokenizer),
         )
@@ -85,7 +86,7 @@ async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
     routing_key = read_routing_key(body.routing_key, intake.headers)
     logprobs = _logprobs(body, given, model.vocab_size, limits)
     whole = given_rid if isinstance(given_rid, str) else None
-    intake.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
+    intake.admission.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
     ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
     for at, (input_ids, wanted) in enumerate(zip(ids, logprobs, strict=True)):
         limits.check_prompt(input_ids, given.named(at), given.field)

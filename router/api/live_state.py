@@ -27,8 +27,7 @@ from router.api.live_feed import (
     Sample,
 )
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.histograms import WINDOW_ROLLS
-from router.dispatch.metrics import Metrics
+from router.dispatch.metrics import WINDOW_ROLLS, Metrics
 from router.http.responses import EventStream, event_stream, stream_response
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership

@@ -19,9 +19,9 @@ from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
 from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
+from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
 from router.request.output_text import StopReason, kind_of
-from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import NewTokens, StopString
 
 
@@ -190,11 +190,11 @@ def messages_routes(desk: Desk) -> APIRouter:
     router = APIRouter(prefix=ANTHROPIC_PATH, tags=["Anthropic"], route_class=JsonRoute, responses=errors)
 
     @router.post("", response_model=None, responses=NAMED_EVENTS)
-    async def messages(request: Request, body: MessagesBody, places: PlacesOfRequest) -> Response:
+    async def messages(request: Request, body: MessagesBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation, as Anthropic's API does."""
         asked = chat_body(body.chat())
         return await desk.respond(
-            request, places, lambda intake: read_chat(asked, intake, prefix="msg_"), MessagesShape
+            request, admission, lambda intake: read_chat(asked, intake, prefix="msg_"), MessagesShape
         )
 
     @router.post("/count_tokens")

@@ -1,19 +1,53 @@
-"""`/v1/...`: OpenAI's API, for its clients."""
+"""`/v1/...`: OpenAI's API, for its clients: the routes, and the shapes of their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
 
 from router.api.answering import Desk
-from router.api.openai_answers import ChatCompletion, ChatCompletionChunk, Completion, ModelCard, ModelList
+from router.api.generate_api import timeline_fields
+from router.api.logprobs import ScoredText, chat_logprobs
+from router.api.openai_answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionTokensDetails,
+    FunctionCall,
+    FunctionCallDelta,
+    ModelCard,
+    ModelList,
+    PromptTokensDetails,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from router.api.openai_bodies import ChatBody, CompletionBody
-from router.api.openai_requests import read_chat, read_completion, unknown_model
-from router.api.openai_shapes import ChatShape, CompletionShape
+from router.api.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
+from router.api.tool_calls import ForcedCall, Reader
+from router.http.answer import Answer
 from router.http.body import JsonRoute
-from router.http.responses import event_stream
-from router.request.queue_limit import PlacesOfRequest
+from router.http.responses import DATA_ONLY, event_stream
+from router.request.admission import AdmissionOfRequest
+from router.request.generation import Generation, GenerationGroup
+from router.request.output_text import LengthReason, StopReason, kind_of
+from router.text.reply_parser import CallDelta, ReplyDelta
+from router.text.served_model import ServedModel
 from shared.errors import RequestError
 
 
@@ -22,18 +56,18 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
     @router.post("/completions", response_model=Completion, responses=event_stream(Completion))
-    async def completions(request: Request, body: CompletionBody, places: PlacesOfRequest) -> Response:
+    async def completions(request: Request, body: CompletionBody, admission: AdmissionOfRequest) -> Response:
         """Complete one prompt or several."""
         return await desk.respond(
-            request, places, lambda intake: read_completion(body, intake), CompletionShape
+            request, admission, lambda intake: read_completion(body, intake), CompletionShape
         )
 
     @router.post(
         "/chat/completions", response_model=ChatCompletion, responses=event_stream(ChatCompletionChunk)
     )
-    async def chat_completions(request: Request, body: ChatBody, places: PlacesOfRequest) -> Response:
+    async def chat_completions(request: Request, body: ChatBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation."""
-        return await desk.respond(request, places, lambda intake: read_chat(body, intake), ChatShape)
+        return await desk.respond(request, admission, lambda intake: read_chat(body, intake), ChatShape)
 
     @router.post("/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
@@ -57,3 +91,313 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
         return model_card()
 
     return router
+
+
+# ---------------------------------------------------------------------------------------- what is answered
+MaybeUsage = Usage | UnsetType
+_NOTHING = ChatDelta()
+_CHARS_A_LOGPROB = 2
+
+
+class OpenAIShape:
+    """Makes the answers and events of one of the two routes (an `answering.Dialect`)."""
+
+    form = DATA_ONLY
+
+    def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
+        self._asked = asked
+        self._tokenizer = model.tokenizer
+        self._head: dict[str, Any] = {"id": asked.id, "created": int(time.time()), "model": model.name}
+
+    async def answer(self, group: GenerationGroup) -> Answer:
+        """The chosen sequences in one answer."""
+        async with group:
+            generations, best_n = await group.finished(), self._asked.best_n
+            chosen = generations if best_n is None else best(generations, best_n)
+            num_chars = sum(map(_cost_in_chars, chosen))
+            return await self._tokenizer.workers.run(num_chars, lambda: self.whole(chosen, generations))
+
+    async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
+        """An event for all tokens of a sequence that have come."""
+        options = self._asked.stream
+
+        def usage_so_far() -> MaybeUsage:
+            return self.usage(group.generations) if options.continuous_usage_stats else UNSET
+
+        num_sent: dict[int, int] = {}
+        async with group:
+            async for generation, text in group.steps():
+                first = num_sent.get(generation.index)
+                if first is None:
+                    first = num_sent[generation.index] = 0
+                    make = functools.partial(self.opening, generation, usage_so_far())
+                    opening = await self._tokenizer.workers.run(_cost_in_chars(generation), make)
+                    if opening is not None:
+                        yield opening
+                if text or generation.finish_reason is not None:
+                    more = self.delta(generation, text, first, usage_so_far())
+                    if more is not None:
+                        yield more
+                        num_sent[generation.index] = len(generation.output_ids)
+            if options.include_usage:
+                yield self.event([], self.usage(group.generations))
+
+    def usage(self, generations: Sequence[Generation]) -> Usage:
+        """The tokens so far."""
+        return usage_of(generations)
+
+    def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
+        """The event before any text of a sequence, if the route has one."""
+        raise NotImplementedError
+
+    def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
+        """The event for more text, and for the logprobs of the output tokens from `first` on.
+
+        None while the text adds nothing to the answer; a later event then has those logprobs.
+        """
+        raise NotImplementedError
+
+    def event(self, choices: list[Any], usage: MaybeUsage) -> Answer:
+        """An event with these choices; the last one has the usage alone."""
+        raise NotImplementedError
+
+    def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
+        """The chosen sequences in one answer, in the order of their choices, with the usage of all."""
+        raise NotImplementedError
+
+    def _timeline(self, generation: Generation) -> dict[str, Any]:
+        """The timeline fields of a choice, if the client asked for them."""
+        return timeline_fields(generation) if self._asked.with_timeline else {}
+
+
+class CompletionShape(OpenAIShape):
+    """/v1/completions."""
+
+    def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
+        super().__init__(asked, model)
+        self._echoes = asked.echoes
+        self._scored: dict[int, ScoredText] = {}
+
+    def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
+        """The event with the echoed prompt; None without `echo`."""
+        if self._echoes is None:
+            return None
+        choice = CompletionChoice(
+            index=generation.index,
+            text=self._echo(generation),
+            logprobs=self._logprobs(generation, prompt=True),
+            **self._timeline(generation),
+        )
+        return self.event([choice], usage)
+
+    def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer:
+        """The event for more text."""
+        logprobs = self._logprobs(generation, output_from=first)
+        return self.event([self._choice(generation.index, generation, text, logprobs)], usage)
+
+    def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
+        """The chosen sequences in one answer."""
+        choices = [
+            self._choice(
+                index,
+                g,
+                self._echo(g) + g.output.text,
+                self._logprobs(g, prompt=self._echoes is not None, output_from=0),
+            )
+            for index, g in enumerate(chosen)
+        ]
+        return self.event(choices, usage_of(generations))
+
+    def event(self, choices: list[Any], usage: MaybeUsage) -> Answer:
+        """An event or the answer, with these choices."""
+        return Completion(**self._head, choices=choices, usage=usage)
+
+    def _choice(
+        self, index: int, generation: Generation, text: str, logprobs: CompletionLogprobs | None
+    ) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            **_end(generation),
+            **self._timeline(generation),
+        )
+
+    def _echo(self, generation: Generation) -> str:
+        return self._echoes[generation.prompt_index] if self._echoes is not None else ""
+
+    def _logprobs(
+        self, generation: Generation, *, prompt: bool = False, output_from: int | None = None
+    ) -> CompletionLogprobs | None:
+        if not self._asked.with_logprobs:
+            return None
+        scored = self._scored.get(generation.index)
+        if scored is None:
+            echo = self._echo(generation) if self._echoes is not None else None
+            scored = self._scored[generation.index] = ScoredText(generation, self._tokenizer, echo)
+        return scored.logprobs(prompt=prompt, output_from=output_from)
+
+
+class ChatShape(OpenAIShape):
+    """/v1/chat/completions. `asked.reads` makes a reader for each sequence; None: all of a text is content."""
+
+    def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
+        super().__init__(asked, model)
+        self._reads = asked.reads
+        self._readers: dict[int, Reader] = {}
+        self._num_scored: dict[int, int] = {}
+        """Of each sequence the tokens that were told, or left out, with their logprobs."""
+
+    def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
+        """The event with the role."""
+        content = None if isinstance(self._reads, ForcedCall) else ""
+        delta = ChatDelta(role="assistant", content=content, refusal=None)
+        timeline = self._timeline(generation)
+        return self.event([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
+
+    def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
+        """The event for more text; None while the text may become a call, or is only what surrounds one."""
+        reader = self._reader(generation)
+        more = self._more(generation, reader, text)
+        if more == _NOTHING and generation.finish_reason is None:
+            return None
+        choice = ChatChunkChoice(
+            index=generation.index,
+            delta=more,
+            logprobs=self._logprobs(generation, first, reader),
+            **_end(generation, reader),
+            **self._timeline(generation),
+        )
+        return self.event([choice], usage)
+
+    def usage(self, generations: Sequence[Generation]) -> Usage:
+        """The tokens so far, also those of reasoning."""
+        reasoning_tokens = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        return msgspec.structs.replace(usage_of(generations), completion_tokens_details=details)
+
+    def whole(self, chosen: Sequence[Generation], generations: Sequence[Generation]) -> Answer:
+        """The chosen sequences in one answer."""
+        choices = [self._choice(index, generation) for index, generation in enumerate(chosen)]
+        return ChatCompletion(**self._head, choices=choices, usage=self.usage(generations))
+
+    def _reader(self, generation: Generation) -> Reader | None:
+        if generation.index not in self._readers and self._reads is not None:
+            self._readers[generation.index] = self._reads.reader()
+        return self._readers.get(generation.index)
+
+    def event(self, choices: list[Any], usage: MaybeUsage) -> Answer:
+        """An event with these choices."""
+        return ChatCompletionChunk(**self._head, choices=choices, usage=usage)
+
+    def _choice(self, index: int, generation: Generation) -> ChatChoice:
+        reader = self._reader(generation)
+        if reader is None:
+            message = ChatMessage(content=generation.output.text)
+        else:
+            said = reader.feed(generation.output.texts, generation.output.end, is_cut=_is_cut(generation))
+            calls = list(_whole_calls(said.calls))
+            content = (
+                None if isinstance(self._reads, ForcedCall) or (calls and not said.content) else said.content
+            )
+            message = ChatMessage(content=content, tool_calls=calls or UNSET, **self._reasoning(said))
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs(generation, 0, reader),
+            **_end(generation, reader),
+            **self._timeline(generation),
+        )
+
+    def _more(self, generation: Generation, reader: Reader | None, text: str) -> ChatDelta:
+        if reader is None:
+            return ChatDelta(content=text or UNSET)
+        end = generation.output.end if generation.finish_reason is not None else None
+        said = reader.feed(generation.output.texts[reader.num_tokens :], end, is_cut=_is_cut(generation))
+        calls = [_call_delta(call) for call in said.calls]
+        return ChatDelta(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
+
+    def _reasoning(self, said: ReplyDelta) -> dict[str, Any]:
+        if not said.reasoning or self._asked.hides_reasoning:
+            return {}
+        return {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
+
+    def _logprobs(self, generation: Generation, first: int, reader: Reader | None) -> ChatLogprobs | None:
+        if not self._asked.with_logprobs:
+            return None
+        if reader is None:
+            return chat_logprobs(generation, range(first, len(generation.output_ids)), self._tokenizer)
+        first = self._num_scored.get(generation.index, 0)
+        self._num_scored[generation.index] = len(reader.is_content)
+        places = (at for at in range(first, len(reader.is_content)) if reader.is_content[at])
+        return chat_logprobs(generation, places, self._tokenizer)
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    if call.name is None:
+        return ToolCallDelta(index=call.index, function=FunctionCallDelta(arguments=call.arguments))
+    function = FunctionCallDelta(name=call.name, arguments=call.arguments)
+    return ToolCallDelta(index=call.index, id=_new_call_id(), type="function", function=function)
+
+
+def _whole_calls(calls: Sequence[CallDelta]) -> Iterator[ToolCall]:
+    """The calls whose pieces these are."""
+    for _, pieces in groupby(calls, lambda call: call.index):
+        first, *more = pieces
+        arguments = first.arguments + "".join(piece.arguments for piece in more)
+        yield ToolCall(id=_new_call_id(), function=FunctionCall(name=first.name or "", arguments=arguments))
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _cost_in_chars(generation: Generation) -> int:
+    """The cost of writing the logprobs of an echoed prompt, as a number of characters that cost as much to encode."""
+    wanted = generation.prompt.work.params.logprobs
+    if wanted is None:
+        return 0
+    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.work.input_ids))
+
+
+def usage_of(generations: Sequence[Generation]) -> Usage:
+    """The tokens so far. A prompt counts once, however many choices it has."""
+    first_choices = [g for g in generations if g.choice == 0]
+    prompt_tokens = sum(g.req.prompt_len for g in first_choices)
+    completion_tokens = sum(len(g.output_ids) for g in generations)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=sum(g.req.cached_tokens for g in first_choices)
+        ),
+    )
+
+
+def best(generations: Sequence[Generation], n: int) -> list[Generation]:
+    """The `n` sequences of each prompt with the highest mean logprob, best first. Equal ones keep their order."""
+    by_prompt: dict[int, list[Generation]] = {}
+    for generation in generations:
+        by_prompt.setdefault(generation.prompt_index, []).append(generation)
+    ranked = (sorted(choices, key=_mean_logprob, reverse=True)[:n] for choices in by_prompt.values())
+    return [generation for choices in ranked for generation in choices]
+
+
+def _mean_logprob(generation: Generation) -> float:
+    logprobs = [known.logprob for known in generation.output_logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def _is_cut(generation: Generation) -> bool:
+    return isinstance(generation.finish_reason, LengthReason)
+
+
+def _end(generation: Generation, reader: Reader | None = None) -> dict[str, Any]:
+    """`finish_reason` and `matched_stop`, both null while the sequence runs."""
+    reason = generation.finish_reason
+    kind = None if reason is None else kind_of(reason)
+    return {
+        "finish_reason": reader.finish_reason if reader is not None and kind == "stop" else kind,
+        "matched_stop": reason.matched if isinstance(reason, StopReason) else None,
+    }

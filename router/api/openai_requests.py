@@ -27,13 +27,7 @@ from router.http.body import wrong_input
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
-from router.request.fields import (
-    Intake,
-    Prompts,
-    check_num_logprobs,
-    read_routing_key,
-)
-from router.request.prompt import Prompt
+from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key
 from router.request.sampling import AskedGrammar, read_sampling, read_samplings, schema_grammar
 from router.text.chat_template import Chat
 from router.text.reply_parser import THINK, ReplyRegions
@@ -85,7 +79,7 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
     # `best` ranks sequences by their logprobs, also where the client asks for none.
     logprobs = asked_logprobs or (LogprobParams() if best_of > body.n else None)
-    intake.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
+    intake.admission.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
     ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
     for at, input_ids in enumerate(ids):
         limits.check_prompt(input_ids, given.named(at), "prompt")
@@ -131,7 +125,7 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     limits.check("max_batch_size", "n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, Prompts("messages", ""))
     routing_key = read_routing_key(body.routing_key, intake.headers)
-    intake.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
+    intake.admission.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text, ids = await _render(body, model, limits)
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     reasoning = _reasoning(model, text)

@@ -43,9 +43,6 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, then log."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         began, arrived_at = time.monotonic(), time.time()
         status: int | None = None
         complete = disconnected = False

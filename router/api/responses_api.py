@@ -22,9 +22,9 @@ from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
 from router.http.responses import StreamForm, error_body
+from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
 from router.request.output_text import AbortReason, LengthReason
-from router.request.queue_limit import PlacesOfRequest
 from router.request.sampling import NewTokens
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
@@ -389,9 +389,9 @@ def responses_routes(desk: Desk, max_stored_responses: int) -> APIRouter:
     store = ResponseStore(max_stored_responses)
 
     @router.post("/responses", response_model=None, responses=NAMED_EVENTS)
-    async def responses(request: Request, body: ResponsesBody, places: PlacesOfRequest) -> Response:
+    async def responses(request: Request, body: ResponsesBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
-        previous, owner = body.previous_response_id, places.cache_owner
+        previous, owner = body.previous_response_id, admission.cache_owner
         earlier = store.messages(previous, owner) if previous is not None else ()
         messages = [*earlier, *body.messages(lambda item_id: store.item(item_id, owner))]
         chat = chat_body(body.chat(messages))
@@ -406,7 +406,7 @@ def responses_routes(desk: Desk, max_stored_responses: int) -> APIRouter:
             return ResponsesShape(asked, model, {**_echo(body), "store": keeps}, keep)
 
         return await desk.respond(
-            request, places, lambda intake: read_chat(chat, intake, prefix="resp_"), shape
+            request, admission, lambda intake: read_chat(chat, intake, prefix="resp_"), shape
         )
 
     return router

@@ -30,9 +30,9 @@ from router.nodes.fleet_answers import (
 )
 from router.nodes.membership import Membership
 from router.nodes.status import FleetStatus
-from router.request.fields import IdPrompts, Prompts, Texts
-from router.request.generation import GenerationGroup, Generator
-from router.request.prompt import Prompt
+from router.request.fields import IdPrompts, Texts
+from router.request.generation import Generator
+from router.request.prompt import Prompt, Prompts
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import RequestError
 from shared.protocol.messages import Answered, Flush, Role, StartProfile, StopProfile, Work
@@ -114,20 +114,15 @@ def health_routes(
         if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
             raise RequestError(membership.why_none(Role.PREFILL), status=503, code="no_node")
 
-        async def run(group: GenerationGroup) -> None:
+        async def run() -> None:
             try:
                 async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                    async with group:
+                    async with generator.probe(_probe(model.get()), model.get().tokenizer) as group:
                         await group.finished()
             except TimeoutError:
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
 
-        # The probe takes no place in the queue: a service whose queue is full works, and must not be restarted.
-        with generator.claim() as claim:
-            probe = _probe(model.get())
-            claim.take([probe.rid], [1], whole=None, shared=False)
-            group = generator.open([probe], model.get().tokenizer, claim)
-            await while_connected(request.receive, run(group))
+        await while_connected(request.receive, run())
         return replace(status.describe(), generated_in_s=time.monotonic() - started)
 
     return router

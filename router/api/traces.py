@@ -125,7 +125,7 @@ class TraceRequests:
         try:
             await self._app(scope, receive, send)
         finally:
-            group = group_of(scope) if scope["type"] == "http" else None
+            group = group_of(scope)
             for generation in group.generations if group is not None else ():
                 if generation.started and generation.req.ended:
                     self._traces.tell(generation, Headers(scope=scope))

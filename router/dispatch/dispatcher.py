@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -23,10 +23,17 @@ from router.dispatch.moves import Moves
 from router.dispatch.node import Loss, Node, Numerics, believed
 from router.dispatch.placement import Placement, Route
 from router.dispatch.policy import RoutingPolicy
-from router.dispatch.running_req import MAX_FAILURES, TRIAL_TOKENS, Aborted, Attempt, Cause, RunningReq
+from router.dispatch.running_req import (
+    MAX_FAILURES,
+    TRIAL_TOKENS,
+    Aborted,
+    Attempt,
+    Cause,
+    RunningReq,
+    why_wrong,
+)
 from router.dispatch.stages import measure_start
-from router.dispatch.token_order import why_wrong
-from router.dispatch.waiting_queue import WaitingQueue, num_ahead_tokens, retry_after_s
+from router.dispatch.waiting_queue import WaitingQueue, retry_after_s
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
@@ -121,37 +128,25 @@ class Dispatcher:
         in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
-        api_key: int | None = None,
     ) -> RunningReq:
         """Send a sequence to its nodes. Raises RequestError when none can take it.
 
         `rid` is the client's name of its request. With `split` the sequence goes through both fleets, however short
         the prompt. With `in_time` it is refused if its first token would come after `ttft_limit_s`. It has waited
-        for nodes for `waited_s`. With the number of an `api_key` it is sent when it is the turn of that key.
+        for nodes for `waited_s`.
         """
         if self._closed is not None:
             raise RequestError(self._closed, status=503)
         route = self._placement.route(work, split=split)
         if in_time:
-            self._refuse_late(route, api_key)
+            self._refuse_late(route)
         work = _clipped(work, route.max_new_tokens, rid)
         now = self._clock()
-        req = RunningReq(
-            self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s, api_key=api_key
-        )
+        req = RunningReq(self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s)
         self._running[req.key.rid] = req
-        self.queue.join(req.key.rid, api_key)
+        self.queue.join(req.key.rid)
         self._metrics.started(req)
-        if api_key is None:
-            self._send(req, work, route)
-            return req
-        self.queue.join_turns(req, route.num_queued_tokens)
-        req.failover.split = split
-        for turn in self._take_turns():
-            if turn is req:
-                self._send(req, work, route)
-            else:
-                self._send_held(turn)
+        self._send(req, work, route)
         return req
 
     def abort_unsent(self, work: Work, wake: Callable[[], None], message: str) -> RunningReq:
@@ -184,7 +179,6 @@ class Dispatcher:
     def close(self, reason: str) -> None:
         """Fail every running sequence and refuse new ones."""
         self.refuse(reason)
-        self.queue.drop_turns()
         for req in list(self._running.values()):
             self._end(req, error=RequestError(reason, status=503))
 
@@ -250,17 +244,15 @@ class Dispatcher:
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
             num_generated += num_new
             self._metrics.tokens(req, num_new, since, now)
-            if req.api_key is not None:
-                self.queue.count_output(req.api_key, num_new)
             if since is None and num_new:
-                self._leave_queue(req, served=True)
+                self.queue.leave(req.key.rid, served=True)
             if entry.report is not None and req.start is None:
                 req.start = measure_start(req)
             if req.ended:
                 self._forget(req, Cancel(req.key))
-            elif self._suspicion.is_tried(req) and req.failover.is_past_crashes(len(req.output_ids)):
+            elif req in self._suspicion.trials and req.failover.is_past_crashes(len(req.output_ids)):
                 req.failover.crashed.clear()
-                self._suspicion.end_trial(req)
+                self._suspicion.trials.pop(req, None)
         self._metrics.generated(num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
@@ -333,8 +325,8 @@ class Dispatcher:
     def on_runs_alone(self, node: Node, key: ReqKey) -> None:
         """Note that `node` has begun a suspect, and holds nothing else."""
         req = self._held(node, key)
-        if req is not None:
-            self._suspicion.runs_alone(req)
+        if req in self._suspicion.trials:
+            self._suspicion.trials[req] = True
 
     def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
         """Move sequences that `node` wants to be rid of, if another node has room."""
@@ -364,7 +356,7 @@ class Dispatcher:
             error = RequestError(
                 f"{node.role} node {node.ref.node_id} was lost: {reason}", status=503, code="node_lost"
             )
-            was_tried = crashed and self._suspicion.is_alone(req)
+            was_tried = crashed and self._suspicion.trials.get(req, False)
             if crashed:
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
@@ -403,7 +395,7 @@ class Dispatcher:
         return len(held)
 
     # ------------------------------------------------------------------------------------------ inside
-    def _refuse_late(self, route: Route, api_key: int | None) -> None:
+    def _refuse_late(self, route: Route) -> None:
         """Raise RequestError if the first token would come too late, and would come sooner without other requests.
 
         The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
@@ -416,9 +408,6 @@ class Dispatcher:
         if route.decode is not None:
             place_s = self._view.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
             wait_s = max(wait_s, place_s)
-        if api_key is not None:
-            rate = sum(node.load.prefill_tokens_per_s for node in self._view.prefilling)
-            wait_s += self.queue.num_tokens_ahead(api_key) / rate if rate else 0.0
         seconds = wait_s + first_token.compute_s
         if seconds <= limit_s or not wait_s:
             return
@@ -430,24 +419,6 @@ class Dispatcher:
             code="ttft_limit",
             retry_after_s=retry_after_s(seconds - limit_s),
         )
-
-    def _take_turns(self) -> Iterator[RunningReq]:
-        """The sequences whose turn it is. Each must be sent before the next is taken."""
-        return self.queue.take(num_ahead_tokens(self._view.prefilling))
-
-    def _leave_queue(self, req: RunningReq, *, served: bool) -> None:
-        """Send the sequences whose turn it is, since `req` has its first token or has ended."""
-        self.queue.leave(req.key.rid, served=served)
-        if req.api_key is not None:
-            for turn in self._take_turns():
-                self._send_held(turn)
-
-    def _send_held(self, req: RunningReq) -> None:
-        now = self._clock()
-        req.turn_s = now - req.started_at
-        req.failover.since = now
-        req.failover.error = RequestError("its turn among the API keys has come", status=503)
-        self._resend(req, req.key)
 
     def _next_key(self) -> ReqKey:
         return ReqKey(self._incarnation, str(next(self._rids)))
@@ -466,7 +437,7 @@ class Dispatcher:
             self._suspicion.sent(node)
         if route.decode is not None:
             source = route.prefill.ref if route.prefill else None
-            alone_tokens = TRIAL_TOKENS if self._suspicion.is_tried(req) else 0
+            alone_tokens = TRIAL_TOKENS if req in self._suspicion.trials else 0
             route.decode.send(
                 Decode(
                     req.key,
@@ -529,7 +500,7 @@ class Dispatcher:
         taken nodes that hold nothing of the sequence any more out of `req.attempt.holders`.
         """
         self._leave_nodes(req, Cancel(req.key))
-        self._suspicion.end_trial(req)
+        self._suspicion.trials.pop(req, None)
         failover = req.failover
         failover.failed(len(req.output_ids), self._clock(), error, cause)
         if avoid is not None:
@@ -594,11 +565,11 @@ class Dispatcher:
                 work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics
             )
         route = self._placement.route_alone(work, avoid=failover.avoid, like=req.numerics)
-        if self._suspicion.num_trials >= self._placement.max_trials or any(
+        if len(self._suspicion.trials) >= self._placement.max_trials or any(
             map(self._suspicion.tries_on, route.nodes)
         ):
             return None
-        self._suspicion.try_alone(req)
+        self._suspicion.trials[req] = False
         return route
 
     def _give_up(self, req: RunningReq, error: RequestError) -> None:
@@ -636,9 +607,9 @@ class Dispatcher:
 
     def _forget(self, req: RunningReq, message: Cancel | Stop) -> None:
         self._leave_nodes(req, message)
-        self._suspicion.end_trial(req)
+        self._suspicion.trials.pop(req, None)
         del self._running[req.key.rid]
-        self._leave_queue(req, served=isinstance(req.finish, Finish))
+        self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
         self._metrics.ended(req)
         event("sequence_ended", level=logging.DEBUG, **req.fields, tokens=len(req.output_ids))
 

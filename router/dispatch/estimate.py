@@ -18,7 +18,7 @@ from router.dispatch.fleet_view import FleetView
 from router.dispatch.node import Node
 from shared.protocol.block_hash import BlockHashes
 from shared.protocol.messages import Lend, Load, NodeRef, Role, Work
-from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S
+from shared.timeline import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S
 
 PRIOR_DECODE_TOKENS_PER_S = 1_000.0
 """Believed while no node has measured the rate."""

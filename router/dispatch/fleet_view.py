@@ -104,15 +104,14 @@ class Suspicion:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._failures: dict[str, _Failures] = {}
-        self._trials: dict[RunningReq, bool] = {}
-        """Whether the node of each has said that it holds nothing else."""
+        self.trials: dict[RunningReq, bool] = {}
+        """The suspects that are tried now, and whether the node of each has said that it holds nothing else."""
 
     def shuns(self, node: Node) -> bool:
         """Whether a node should get no new sequences, if there are others."""
         failures = self._failures.get(node.ref.node_id)
         return self.tries_on(node) or (failures is not None and self._clock() < failures.shunned_until)
 
-    # ------------------------------------------------------------------------------------ of nodes
     def failed(self, node: Node) -> None:
         """Count a failure that a node is to blame for, or the loss of its connection."""
         now = self._clock()
@@ -134,36 +133,9 @@ class Suspicion:
         """Forget the failures of a node that has served a sequence to the end."""
         self._failures.pop(node.ref.node_id, None)
 
-    # -------------------------------------------------------------------------------- of sequences
-    @property
-    def num_trials(self) -> int:
-        """Suspects that are tried now."""
-        return len(self._trials)
-
     def tries_on(self, node: Node) -> bool:
         """Whether a suspect is tried on `node`."""
-        return any(node in req.attempt.holders for req in self._trials)
-
-    def is_tried(self, req: RunningReq) -> bool:
-        """Whether `req` is a suspect that is tried now."""
-        return req in self._trials
-
-    def is_alone(self, req: RunningReq) -> bool:
-        """Whether the node of a suspect has said that it holds nothing else."""
-        return self._trials.get(req, False)
-
-    def try_alone(self, req: RunningReq) -> None:
-        """Try a suspect, which is about to be sent."""
-        self._trials[req] = False
-
-    def runs_alone(self, req: RunningReq) -> None:
-        """Note that the node of a suspect has begun it, and holds nothing else."""
-        if req in self._trials:
-            self._trials[req] = True
-
-    def end_trial(self, req: RunningReq) -> None:
-        """End the trial of `req`, if there is one: it has ended, failed, or been acquitted."""
-        self._trials.pop(req, None)
+        return any(node in req.attempt.holders for req in self.trials)
 
 
 class FleetView:
@@ -196,11 +168,6 @@ class FleetView:
     def nodes(self) -> list[Node]:
         """All nodes that take work now."""
         return [*self.live(Role.PREFILL), *self.live(Role.DECODE)]
-
-    @property
-    def prefilling(self) -> Sequence[Node]:
-        """The nodes that compute prompts: the prefill nodes, or the decode nodes where there are none."""
-        return self.live(Role.PREFILL) or self.live(Role.DECODE)
 
     def with_room(self, role: Role, num_tokens: int) -> list[Node]:
         """The nodes on which one sequence may have so many tokens; shunned ones where there are no others."""

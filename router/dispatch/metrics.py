@@ -6,13 +6,19 @@ node that is gone leaves no stale figure.
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from router.dispatch.histograms import LatencyWindow, LoopHistogram
 from router.dispatch.node import Node
 from router.dispatch.running_req import Aborted, Cause, RunningReq
 from router.dispatch.stages import StartStage, stages_of
@@ -43,6 +49,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._children: dict[Counter | Gauge | Histogram, Counter | Gauge | Histogram] = {}
+        self._families: list[Counter | Histogram] = []
         self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.")
         self._generation_tokens = self._counter("sglang:generation_tokens", "Tokens sent to clients.")
         self._cached_tokens = self._counter("sglang:cached_tokens", "Prompt tokens that were cached.")
@@ -95,13 +102,6 @@ class Metrics:
         )
         self._kv_transfer = self._histogram(
             "baton:kv_transfer_seconds", "From reserved pages to KV that can be decoded.", _STAGE_BUCKETS
-        )
-        self._families: tuple[Counter | Histogram, ...] = (
-            *(self._prompt_tokens, self._generation_tokens, self._cached_tokens),
-            *(self._requests, self._aborted, self._failed, self._convicted, self._rejected),
-            self._refused_late,
-            *(self._inexact, self._moves, self._failed_moves),
-            *(self._ttft, self._e2e, self._kv_transfer),
         )
         self._stages = Histogram(
             "baton:stage_duration_seconds",
@@ -211,10 +211,15 @@ class Metrics:
                     self._own(self._kv_transfer).observe(seconds)
 
     def _counter(self, name: str, description: str) -> Counter:
-        return Counter(name, description, ("model_name", "role"), registry=self._registry)
+        counter = Counter(name, description, ("model_name", "role"), registry=self._registry)
+        self._families.append(counter)
+        return counter
 
     def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, description, ("model_name", "role"), buckets=buckets, registry=self._registry)
+        labels = ("model_name", "role")
+        histogram = Histogram(name, description, labels, buckets=buckets, registry=self._registry)
+        self._families.append(histogram)
+        return histogram
 
     def _own(self, family: F) -> F:
         """The series of this router. It is kept, since `labels` is slow."""
@@ -224,3 +229,75 @@ class Metrics:
             if self._model_name():  # from now on it does not change
                 self._children[family] = child
         return cast("F", child)
+
+
+# ---------------------------------------------------------- histograms that are cheap enough for every token
+WINDOW_ROLLS = 10
+
+_SHORTEST_S = 1e-5
+_BUCKETS_PER_E = 16
+"""A bucket is 6 % wider than the one before, so a percentile is off by 3 % at most."""
+_NUM_BUCKETS = math.ceil(math.log(1e4 / _SHORTEST_S) * _BUCKETS_PER_E)
+
+
+class LoopHistogram(Collector):
+    """Runs on one event loop, so it has none of the locks of `prometheus_client.Histogram`.
+
+    `bounds` are the upper ends of the buckets, in order. `labels` is called when the histogram is read.
+    """
+
+    def __init__(
+        self, name: str, description: str, bounds: Sequence[float], labels: Callable[[], dict[str, str]]
+    ) -> None:
+        self._name = name
+        self._description = description
+        self._bounds = bounds
+        self._labels = labels
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` observations of `value`."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterable[Metric]:
+        """The histogram with its labels, for Prometheus."""
+        labels = self._labels()
+        family = HistogramMetricFamily(self._name, self._description, labels=tuple(labels))
+        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        totals = itertools.accumulate(self._counts)
+        family.add_metric(tuple(labels.values()), list(zip(ends, totals, strict=True)), self._sum)
+        yield family
+
+
+class LatencyWindow:
+    """A histogram with logarithmic buckets over a sliding window. `observe` is one logarithm and one addition."""
+
+    def __init__(self) -> None:
+        self._open = [0] * _NUM_BUCKETS
+        self._closed: deque[list[int]] = deque(maxlen=WINDOW_ROLLS)
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Count `count` latencies of `seconds`."""
+        at = int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) * _BUCKETS_PER_E)
+        self._open[min(at, _NUM_BUCKETS - 1)] += count
+
+    def roll(self) -> None:
+        """End an interval. Observations of more than WINDOW_ROLLS intervals ago are forgotten."""
+        self._closed.append(self._open)
+        self._open = [0] * _NUM_BUCKETS
+
+    def percentiles(self, shares: Sequence[float]) -> tuple[float, ...] | None:
+        """The latency in seconds that each of `shares` (ascending) of the observations stay within; None: no data."""
+        counts = [sum(column) for column in zip(*self._closed, strict=True)]
+        total = sum(counts)
+        if not total:
+            return None
+        found: list[float] = []
+        seen = 0
+        for at, count in enumerate(counts):
+            seen += count
+            while len(found) < len(shares) and seen >= shares[len(found)] * total:
+                found.append(round(_SHORTEST_S * math.exp((at + 0.5) / _BUCKETS_PER_E), 6))
+        return tuple(found)

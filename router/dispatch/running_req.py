@@ -5,13 +5,18 @@ sequence that loses its nodes is sent to others, at once the first time, and aft
 fails again without a new token. One that was on two nodes when they crashed is a suspect: its content may be what
 crashes them. Suspects are tried on at most half of the decode nodes at a time, each alone on one node. Only a crash
 of that node, after it has said that it holds no other request, convicts the suspect.
+
+What nodes tell of it is checked, since a broken node may say anything, and put in order. A node goes on where it
+left off. Position 0 comes from the prefill and from the decode node, so each node is checked by itself. Tokens of two
+nodes may still overtake each other.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -19,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from router.dispatch.node import Node, Numerics
-from router.dispatch.token_order import TokenOrder
 from shared.errors import RequestError
-from shared.protocol.logprobs import Logprobs, TokenLogprobs
+from shared.protocol.logprobs import LogprobParams, Logprobs, TokenLogprobs
 from shared.protocol.messages import Finish, ReqKey, ReqReport, Role, Stamp, TokenEntry, Work
 from shared.timeline import FAILED_OVER
 
 if TYPE_CHECKING:
     from router.dispatch.stages import Start
+
 
 MAX_FAILURES = 6
 """A sequence that fails so often in a row, without a new token between, ends with the last error."""
@@ -145,9 +150,8 @@ class RunningReq:
     what it has been through. `moving` is the next attempt while a move is under way, and `left` the one that ended
     with the last move, of which tokens before the position `left_until` may still come. `wake` is called when there
     are new tokens, or the end. `rid` is the client's name of the request, for the log; `numerics` is what its output
-    so far was computed with. It had waited for nodes for `waited_s` before. `api_key` is the number of the client's
-    key if several share the fleet, and `turn_s` is how long it waited for its turn among them. `start` is known once
-    the nodes have reported every stage up to the second token.
+    so far was computed with. It had waited for nodes for `waited_s` before. `start` is known once the nodes have
+    reported every stage up to the second token.
     """
 
     def __init__(
@@ -159,7 +163,6 @@ class RunningReq:
         now: float,
         rid: str = "",
         waited_s: float = 0.0,
-        api_key: int | None = None,
     ) -> None:
         self.rid = rid or key.rid
         self.numerics: Numerics | None = None
@@ -178,8 +181,6 @@ class RunningReq:
         self.error: RequestError | None = None
         self.started_at = now
         self.waited_s = waited_s
-        self.api_key = api_key
-        self.turn_s = 0.0
         self.start: Start | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -336,3 +337,90 @@ class RunningReq:
         """The logprobs of the output tokens at positions [first, end), once; empty if none were asked for."""
         known = (self._logprobs.pop(position, None) for position in range(first, end))
         return [logprobs for logprobs in known if logprobs is not None]
+
+
+# ----------------------------------------------------------------------------------- what nodes tell of it
+class TokenOrder:
+    """Forwards each output position once, and after those before it. `why_wrong` has bounded the positions.
+
+    The first token to arrive for a position is kept.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+        self.end: int | None = None
+        self._ahead: dict[int, int] = {}
+
+    @property
+    def finished(self) -> bool:
+        """True when every token up to the announced end has been forwarded."""
+        return self.end is not None and self.next >= self.end
+
+    def finish_at(self, position: int) -> None:
+        """No token at or after `position` belongs to the sequence. The first announcement counts."""
+        if self.end is None:
+            self.end = max(position, self.next)
+
+    def add(self, position: int, token_ids: Sequence[int]) -> list[int]:
+        """Take tokens whose first is at `position`; returns those that can be forwarded now."""
+        limit = position + len(token_ids) if self.end is None else self.end
+        if position == self.next and not self._ahead:
+            ready = list(token_ids[: max(0, limit - position)])
+            self.next += len(ready)
+            return ready
+        for at, token_id in enumerate(token_ids, start=position):
+            if self.next <= at < limit:
+                self._ahead.setdefault(at, token_id)
+        ready = []
+        while self.next in self._ahead and self.next != self.end:
+            ready.append(self._ahead.pop(self.next))
+            self.next += 1
+        return ready
+
+
+def why_wrong(entry: TokenEntry, attempt: Attempt, work: Work, role: Role, vocab_size: int) -> str:
+    """Why the node of `role` in `attempt` cannot have computed `entry` of `work`; empty if it can have.
+
+    The first message of a move's target may lack logprobs: it repeats tokens of the source.
+    """
+    num_told = attempt.num_told.get(role)
+    begins_right = entry.position == num_told if num_told is not None else entry.position <= attempt.first
+    if entry.position < 0 or not begins_right:
+        return f"tokens at position {entry.position}, where {num_told or attempt.first} was due"
+    num_tokens, limit = len(entry.token_ids), work.params.max_new_tokens
+    end = entry.position + num_tokens
+    matched = () if entry.finish is None or entry.finish.matched is None else (entry.finish.matched,)
+    if wrong := _outside((*entry.token_ids, *matched), vocab_size):
+        return wrong
+    if end > limit or (end == limit > 0 and entry.finish is None):
+        return f"{end} tokens of {limit} without a finish"
+    if entry.finish is not None and not num_tokens and limit:
+        return f"a finish at position {end} without a token"
+    num_known = len(work.input_ids) + attempt.first
+    if entry.report is not None and entry.report.cached_tokens > num_known:
+        return f"{entry.report.cached_tokens} cached tokens of {num_known}"
+    asked, is_first = work.params.logprobs, num_told is None
+    if asked is None:
+        return "logprobs that were not asked for" if entry.logprobs or entry.input_logprobs else ""
+    num_inputs = asked.num_input_logprobs(len(work.input_ids)) // asked.numbers_per_token
+    may_lack = not num_tokens or (attempt.is_move and is_first)
+    may_lack_inputs = not (num_inputs and is_first) or attempt.first > 0
+    return _wrong_logprobs(
+        entry.logprobs, asked, num_tokens, vocab_size, may_lack=may_lack
+    ) or _wrong_logprobs(entry.input_logprobs, asked, num_inputs, vocab_size, may_lack=may_lack_inputs)
+
+
+def _wrong_logprobs(
+    told: Logprobs | None, asked: LogprobParams, num_tokens: int, vocab_size: int, *, may_lack: bool
+) -> str:
+    if told is None:
+        return "" if may_lack else f"no logprobs of {num_tokens} tokens"
+    nbytes = (len(told.chosen), len(told.top_ids), len(told.of_token_ids))
+    if nbytes != tuple(4 * num_tokens * each for each in (1, asked.top_num, len(asked.token_ids))):
+        return f"logprobs with parts of {nbytes} bytes for {num_tokens} tokens"
+    return _outside(array("i", told.top_ids), vocab_size)
+
+
+def _outside(token_ids: Iterable[int], vocab_size: int) -> str:
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    return "" if wrong is None else f"the token id {wrong} of a vocabulary of {vocab_size}"

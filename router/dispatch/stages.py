@@ -8,7 +8,6 @@ Durations come from the stamps of one node each, since the clocks of two hosts a
 the first token went to:
 
     dispatch       until the router had nodes for it                           should cost: no time
-    turn           until it was its turn among the API keys, if several        no time
     failover       attempts that lost their nodes                              no time
     reservation    until the decode node had pages and a row for it            no time
                    (without the time in which the prompt was computed ahead)
@@ -133,7 +132,6 @@ class StartStage(StrEnum):
     """A stage of a sequence up to its second token, in this order."""
 
     DISPATCH = "dispatch"
-    TURN = "turn"
     FAILOVER = "failover"
     RESERVATION = "reservation"
     FETCH = "fetch"
@@ -209,10 +207,10 @@ def measure_start(req: RunningReq) -> Start | None:
     told_after_s = req.first_token_at - attempt.sent_at
     num_computed = max(0, req.prompt_len - req.cached_tokens)
     num_fetched = report.num_fetched_tokens
-    stages = [StageTime(StartStage.DISPATCH, (), req.waited_s)]
-    if req.turn_s:
-        stages.append(StageTime(StartStage.TURN, (), req.turn_s))
-    stages.append(StageTime(StartStage.FAILOVER, (), sent_after_s - req.turn_s))
+    stages = [
+        StageTime(StartStage.DISPATCH, (), req.waited_s),
+        StageTime(StartStage.FAILOVER, (), sent_after_s),
+    ]
     if decode is not None:
         stages.append(StageTime(StartStage.RESERVATION, (decode,), reserved_s + ahead_in_queue_s - ahead_s))
     if fetch_s:

@@ -20,14 +20,14 @@ class Answer(Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def __get_pydantic_core_schema__(cls, _: object, handler: Any) -> Any:
         """The fields with their types and descriptions, and the tag of a union as a field."""
-        config, hints = cls.__struct_config__, get_type_hints(cls, include_extras=True)
+        config = cls.__struct_config__
         fields: dict[str, Any] = {
-            field.encode_name: {
+            name: {
                 "type": "typed-dict-field",
-                "schema": handler.generate_schema(_without_unset(hints[field.name])),
-                "required": field.default is not UNSET,
+                "schema": handler.generate_schema(hint),
+                "required": is_required,
             }
-            for field in msgspec.structs.fields(cls)
+            for name, hint, is_required in _fields(cls)
         }
         if config.tag_field is not None:
             tag = {"type": "literal", "expected": [config.tag]}
@@ -44,6 +44,16 @@ class Answer(Struct, frozen=True, forbid_unknown_fields=True):
             "serialization": {"type": "function-plain", "function": msgspec.to_builtins},
             "ref": f"{cls.__module__}.{cls.__qualname__}:{id(cls)}",
         }
+
+
+@functools.cache  # each route asks for those of its answers, and of all that is in them
+def _fields(kind: type[Answer]) -> list[tuple[str, Any, bool]]:
+    """The name of each field, its type, and whether every answer has it."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        (field.encode_name, _without_unset(hints[field.name]), field.default is not UNSET)
+        for field in msgspec.structs.fields(kind)
+    ]
 
 
 def _without_unset(hint: Any) -> Any:

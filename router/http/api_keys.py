@@ -37,7 +37,6 @@ OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 """Paths that need no key: the probes', and the page, which asks for a key."""
 
 _ACCESS = "access"
-_API_KEY = "api_key"
 _CACHE_OWNER = "cache_owner"
 
 
@@ -116,13 +115,6 @@ class ApiKeys:
             return
         event("api_keys_read", num_keys=len(self._clients), num_admin_keys=len(self._admins))
 
-    def number(self, authorization: bytes) -> int | None:
-        """The place of the sender's key among all, if clients have several keys; those without a key share one."""
-        if len(self._clients) < 2:
-            return None
-        known, digest = (*self._clients, *self._admins), _digest_of(authorization)
-        return sum(at * hmac.compare_digest(digest, each) for at, each in enumerate(known, 1))
-
     def cache_owner(self, authorization: bytes) -> bytes:
         """The digest of the sender's key; empty for a sender without a key, and where all share one cache."""
         digest = _digest_of(authorization)
@@ -141,12 +133,6 @@ class ApiKeys:
         if is_admin or (not self._admins and (is_client or not self._clients)):
             return Access.ADMIN
         return Access.CLIENT if is_client or not self._clients else Access.NOTHING
-
-
-def api_key_of(scope: Scope) -> int | None:
-    """The number of the caller's key, behind an ApiKeyCheck; None if not several keys share the fleet."""
-    number: int | None = scope.get("state", {}).get(_API_KEY)
-    return number
 
 
 def cache_owner_of(scope: Scope) -> bytes:
@@ -183,14 +169,13 @@ class ApiKeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http":
-            given = _given(scope["headers"])
-            access = self._keys.access(given)
-            if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
-                await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
-                return
-            number, owner = self._keys.number(given), self._keys.cache_owner(given)
-            scope.setdefault("state", {}).update({_ACCESS: access, _API_KEY: number, _CACHE_OWNER: owner})
+        given = _given(scope["headers"])
+        access = self._keys.access(given)
+        if access is Access.NOTHING and scope["path"] not in OPEN_PATHS:
+            await refuse(_refusal("the API key is missing or wrong"), scope, receive, send)
+            return
+        owner = self._keys.cache_owner(given)
+        scope.setdefault("state", {}).update({_ACCESS: access, _CACHE_OWNER: owner})
         await self._app(scope, receive, send)
 
 

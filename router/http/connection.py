@@ -32,10 +32,8 @@ MAX_HEADER_BYTES = 64 << 10
 """The most bytes of the request line, all headers and all trailers of one request."""
 MAX_HEADERS = 100
 """The most headers and trailers of one request: each costs some 200 bytes besides its own."""
-MAX_PIPELINED = 16
-"""The most requests that wait behind the one that is being answered."""
-MAX_PIPELINED_HEADERS = 400
-"""The most headers of all of these together. Their bytes are at most MAX_HEADER_BYTES."""
+MAX_PIPELINED = 1
+"""The most requests that wait behind the one that is being answered: their headers are kept."""
 NUM_SPARE_CONNECTIONS = 64
 """Connections that are accepted beyond --max-connections, for probes; other requests on them get a 503."""
 PROBES = (b"/health", b"/metrics")
@@ -87,10 +85,8 @@ class Connection(HttpToolsProtocol):
         self._in_headers = self._in_body = False
         self._tail = b""
         """The last bytes of headers whose end has not come."""
-        self._num_headers = self._header_bytes = self._num_chunks = self._body_bytes = (
-            self._unwanted_bytes
-        ) = 0
-        """All of the request that is being parsed, trailers included; unwanted bytes come when it is answered."""
+        self._num_headers = self._header_bytes = 0
+        """All of the request that is being parsed, trailers included."""
         self._unparsed_bytes = 0
         """Bytes since the last end of headers, or of a body or a part of it."""
         self._passed_a_boundary = False
@@ -114,7 +110,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Clean up after a client that is gone or was dropped, and let go of all that refers to this connection.
 
-        The cycle collector runs too rarely to do that (`router.garbage`).
+        The cycle collector runs too rarely to do that (`router_process.collect_rarely`).
         """
         self._all.open.discard(self)
         self._disconnect()
@@ -153,9 +149,7 @@ class Connection(HttpToolsProtocol):
         """The first byte of a request."""
         super().on_message_begin()
         self._in_headers = True
-        self._num_headers = self._header_bytes = self._num_chunks = self._body_bytes = (
-            self._unwanted_bytes
-        ) = 0
+        self._num_headers = self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the URL."""
@@ -189,13 +183,7 @@ class Connection(HttpToolsProtocol):
         if self._is_spare and len(self._all) > most and self.url.partition(b"?")[0] not in PROBES:
             self._stop(RequestError(f"there are already {most} connections, as many as may be", status=503))
         super().on_headers_complete()
-        waiting = [list(cycle.scope["headers"]) for cycle, _ in self.pipeline]
-        if (
-            len(waiting) > MAX_PIPELINED
-            or sum(len(headers) for headers in waiting) > MAX_PIPELINED_HEADERS
-            or sum(len(field) for headers in waiting for header in headers for field in header)
-            > MAX_HEADER_BYTES
-        ):
+        if len(self.pipeline) > MAX_PIPELINED:
             self._stop(RequestError("too many requests wait for their answers on this connection"))
         self._in_headers, self._in_body = False, True
         self._pass_a_boundary()

@@ -33,9 +33,6 @@ class RequestIds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with a valid header or none, and the id in `scope["state"]["request_id"]`."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = request_id_of(scope["headers"])
         scope["headers"] = [item for item in scope["headers"] if item[0] != _HEADER or item[1] == request_id]
         scope.setdefault("state", {})["request_id"] = request_id.decode()
@@ -60,7 +57,7 @@ class JsonBodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 413 or 415. `receive` raises for a body that turns out too large."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+        if scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -98,7 +95,7 @@ class HeadAsGet:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and of the answer to a HEAD only its start."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 

@@ -41,17 +41,8 @@ _WITHOUT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Removed:
-    """A node that was removed, and how many of this router's sequences went to other nodes for that.
-
-    One that `became` a node of another role meanwhile has not been removed.
-    """
-
-    node_id: str
-    address: str
-    num_failed_over: int
-    became: Role | None
+_Drained = tuple[int, Role | None]
+"""How many of this router's sequences went to other nodes, and the role for which the node has left instead."""
 
 
 @dataclass(eq=False)
@@ -61,7 +52,7 @@ class _Drain:
     until: float
     timeout_s: float
     role: Role | None
-    task: asyncio.Task[Removed]
+    task: asyncio.Task[_Drained]
 
 
 class FleetChanges:
@@ -109,7 +100,7 @@ class FleetChanges:
         if member.state is MemberState.ALIVE:
             member.pinned = True
             self._membership.accept_joins_of(member.incarnation)
-            self._news.send(AddedNode(role, address, member.incarnation, self._news.next_time(address)))
+            self._news.send(AddedNode(role, address, member.incarnation, time.time()))
             return member
         error = _why_not(member, wait_s)
         if known is None:
@@ -121,27 +112,28 @@ class FleetChanges:
         found = [m for m in self._membership.members if name == m.node_id or _is_at(m, name)]
         return min(found, key=lambda member: member.node is None, default=None)
 
-    async def remove(self, member: Member, drain_timeout_s: float) -> Removed:
+    async def remove(self, member: Member, drain_timeout_s: float) -> int:
         """Drain a node, here and at all other routers, and remove it.
+
+        Returns the number of this router's sequences that were sent to other nodes when the time was up.
 
         The drain continues when the caller is cancelled. A second call for the same node may shorten its time.
         Raises RequestError when the node is added again meanwhile, at another router, or has left for another role.
         """
         if member.node is None and member.next_role is not None:
             raise _becomes(member, member.next_role)
-        at = self._news.next_time(member.address)
-        self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s, at))
+        self._news.send(RemovedNode(member.address, member.incarnation, drain_timeout_s, time.time()))
         removing = self._remove(member, drain_timeout_s)
         try:
-            removed = await asyncio.shield(removing)
+            num_failed_over, became = await asyncio.shield(removing)
         except asyncio.CancelledError:
             if not removing.cancelled():
                 raise
             why = f"{member.name} stays: it was added again before it was drained"
             raise RequestError(why, status=409, code="node_added") from None
-        if removed.became is not None:
-            raise _becomes(member, removed.became)
-        return removed
+        if became is not None:
+            raise _becomes(member, became)
+        return num_failed_over
 
     async def change_role(self, member: Member, role: Role, drain_timeout_s: float, wait_s: float) -> Member:
         """Drain a node, here and at all other routers, and wait until it is back in `role`, with its model loaded.
@@ -172,10 +164,6 @@ class FleetChanges:
         return await self._until_back(drain, node, role, drain_timeout_s + wait_s)
 
     # --------------------------------------------------------------------- changes of other routers
-    def on_alive(self, node: LiveNode) -> None:
-        """Send a node that has come the nodes that operators have added."""
-        self._news.send_current(node)
-
     def on_draining(self, member: Member, draining: Draining) -> None:
         """Drain a member that says it is being drained. One whose process stops hangs up by itself."""
         if draining.stops:
@@ -186,8 +174,6 @@ class FleetChanges:
                 task.add_done_callback(self._emptying.discard)
             return
         member.next_role = draining.role
-        if draining.role is None:
-            self._news.forget_added(member.address, draining.left_s)
         drain = self._drains.get(member)
         if drain is None or drain.role is not None or draining.role is None:  # else it is being removed since
             self._drain(member, draining.left_s, draining.role)
@@ -219,7 +205,7 @@ class FleetChanges:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------ inside
-    def _remove(self, member: Member, timeout_s: float) -> asyncio.Task[Removed]:
+    def _remove(self, member: Member, timeout_s: float) -> asyncio.Task[_Drained]:
         """Drain a member. Its node sends Draining to all routers, and to those that come later."""
         if member.node is not None:
             member.node.send(Drain(timeout_s))
@@ -234,7 +220,7 @@ class FleetChanges:
 
     def _drain(
         self, member: Member, drain_timeout_s: float, role: Role | None = None
-    ) -> asyncio.Task[Removed]:
+    ) -> asyncio.Task[_Drained]:
         until = time.monotonic() + drain_timeout_s
         drain = self._drains.get(member)
         if drain is None:
@@ -248,7 +234,7 @@ class FleetChanges:
             self._membership.hold(member, f"it becomes a {role} node")
         return drain.task
 
-    async def _until_drained(self, member: Member) -> Removed:
+    async def _until_drained(self, member: Member) -> _Drained:
         drain = self._drains[member]
         incarnation, told = member.incarnation, None
         num_failed_over = 0
@@ -274,12 +260,7 @@ class FleetChanges:
         finally:
             if self._drains.get(member) is drain:
                 del self._drains[member]
-        return Removed(
-            node_id=member.node_id,
-            address=member.address,
-            num_failed_over=num_failed_over,
-            became=became,
-        )
+        return num_failed_over, became
 
     async def _forget(self, member: Member, num_failed_over: int) -> None:
         """Hang up, and ignore the node's announcements until it is restarted."""

@@ -13,7 +13,7 @@ that the operator removed are ignored; those of the next incarnation are not.
 
 A discovery says which addresses there are. One that it newly lists is dialled, and dialled again when it is lost; one
 that it lists no more stays as long as it answers. An address that the operator removed is dialled again when it has
-been off the list. One for which there is no room is dialled when a member has been forgotten.
+been off the list. One for which there is no room is dialled when a later listing finds room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +86,6 @@ class Membership:
         """Those with a node, longest-lived first: kept in order, since every request reads them several times."""
         self._live: dict[Role, list[LiveNode]] = {}
         self._listed: frozenset[tuple[Role, str]] = frozenset()
-        self._left_out: deque[tuple[Role, str]] = deque()
-        """Those of `_listed` for which there was no room."""
         self._removed: dict[str, None] = {}
         """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
         self._dials = itertools.count(1)
@@ -96,7 +93,6 @@ class Membership:
         self.is_new = True
         """True until a node is admitted or removed, since nodes may not have announced themselves yet."""
         self._member_ignored = LimitedWarning("member_ignored")
-        self._nodes_left_out = LimitedWarning("nodes_left_out")
         self._node_failed_to_load = LimitedWarning("node_failed_to_load")
         self._change = asyncio.Event()
         self._closed = False
@@ -166,21 +162,12 @@ class Membership:
         gone = {address for _, address in before} - {address for _, address in self._listed}
         for member in self._members:
             member.listed = (member.listed or member.address in new) and member.address not in gone
-        here, waiting = {member.address for member in self._members}, set(self._left_out)
-        left_out = self._listed - (before - waiting)
-        self._left_out = deque(sorted(entry for entry in left_out if entry[1] not in here))
-        self._dial_left_out()
-        if self._left_out:
-            first = self._left_out[0][1]
-            self._nodes_left_out(nodes=len(self._left_out), first=first, members=len(self._members))
-
-    def _dial_left_out(self) -> None:
-        """Dial those of the listing that found no room, as many as there is room for now."""
-        while self._left_out and len(self._members) < self._max_members:
-            role, address = self._left_out.popleft()
-            member = self.dial(address, role, pinned=False)
-            if member is not None:
-                member.listed = True
+        for role, address in sorted(self._listed - before):
+            dialled = self.dial(address, role, pinned=False)
+            if dialled is not None:
+                dialled.listed = True
+            else:  # there is no room: it is new again in the next listing
+                self._listed -= {(role, address)}
 
     def redial(self, member: Member) -> None:
         """Dial a member that is not connected at once, without its pause."""
@@ -369,7 +356,6 @@ class Membership:
             dispatcher, changes = self._listeners
             node = self._admit(member, hello, link)
             dispatcher.on_node_alive(node)
-            changes.on_alive(node)
             reason, loss = "closed", Loss.LEFT
 
             def on_fleet(message: Pong | Draining | Relay) -> None:
@@ -483,7 +469,6 @@ class Membership:
         self._sort()
         if member.task is not None and member.task is not asyncio.current_task():
             member.task.cancel()
-        asyncio.get_running_loop().call_soon(self._dial_left_out)  # after one that has come in its stead
         self._signal()
 
     def _signal(self) -> None:

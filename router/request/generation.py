@@ -9,14 +9,15 @@ async with generator.open(prompts) as group:      every sequence is sent to its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import cached_property, partial
 from types import TracebackType
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.running_req import Aborted, RunningReq
+from router.request.admission import Admission, Admissions
 from router.request.output_text import (
     AbortReason,
     FinishReason,
@@ -27,7 +28,6 @@ from router.request.output_text import (
     stop_conditions,
 )
 from router.request.prompt import Prompt
-from router.request.queue_limit import QueuePlaces
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import TokenLogprobs
@@ -130,14 +130,12 @@ class GenerationGroup:
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer,
         dispatcher: Dispatcher,
-        claim: Claim,
-        places: QueuePlaces | None,
+        admission: Admission,
         patience_s: float,
     ) -> None:
         self._dispatcher = dispatcher
         self._patience_s = patience_s
-        self._claim = claim
-        self._places = places
+        self._admission = admission
         self._ready: dict[Generation, None] = {}
         self._one_ready: asyncio.Future[None] | None = None
         """`steps` waits for it while no sequence is ready."""
@@ -150,7 +148,6 @@ class GenerationGroup:
 
     async def __aenter__(self) -> GenerationGroup:
         """Send every sequence. After a RequestError none of them runs."""
-        self._claim.hand_over()
         try:
             options = [prompt.options for prompt in self.prompts]
             for prompt in options:
@@ -165,8 +162,6 @@ class GenerationGroup:
                     num_tokens = 0
                     await asyncio.sleep(0)
                 await self._start(generation)
-                if self._places is not None:
-                    self._places.dispatched()
         except BaseException:
             self._release()
             raise
@@ -213,7 +208,7 @@ class GenerationGroup:
         began = time.monotonic()
         give_up_at = began + self._patience_s
         while True:
-            abort_message = self._claim.abort_message(prompt.rid)
+            abort_message = self._admission.abort_message(prompt.rid)
             try:
                 if abort_message is not None:
                     req = self._dispatcher.abort_unsent(work, wake, abort_message)
@@ -223,10 +218,9 @@ class GenerationGroup:
                         work,
                         wake,
                         split=prompt.split,
-                        in_time=self._places is not None and generation is self.generations[0],
+                        in_time=self._admission.is_queued and generation is self.generations[0],
                         rid=prompt.rid,
                         waited_s=waited_s,
-                        api_key=self._places.api_key if self._places is not None else None,
                     )
                 break
             except RequestError as e:
@@ -234,7 +228,7 @@ class GenerationGroup:
                     raise self._named(e, generation) from e
             await asyncio.sleep(min(_RETRY_S, max(0.0, give_up_at - time.monotonic())))
         generation.dispatched(req)
-        self._claim.sent(prompt.rid, req)
+        self._admission.sent(prompt.rid, req)
 
     def _wake(self, generation: Generation) -> None:
         self._ready[generation] = None
@@ -286,39 +280,40 @@ class GenerationGroup:
         for generation in self.generations:
             if generation.started:
                 self._dispatcher.release(generation.req)
-        self._claim.release()
+        self._admission.release_rids()
 
 
 class Generator:
     """Opens groups and aborts requests. While there is no decode node, a request waits for one for `patience_s`."""
 
-    def __init__(self, dispatcher: Dispatcher, rids: LiveRids, *, patience_s: float = 0.0) -> None:
+    def __init__(self, dispatcher: Dispatcher, admissions: Admissions, *, patience_s: float = 0.0) -> None:
         self._dispatcher = dispatcher
-        self._rids = rids
+        self._admissions = admissions
         self._patience_s = patience_s
 
-    def open(
-        self, prompts: Sequence[Prompt], tokenizer: Tokenizer, claim: Claim, places: QueuePlaces | None = None
-    ) -> GenerationGroup:
+    def open(self, prompts: Sequence[Prompt], tokenizer: Tokenizer, admission: Admission) -> GenerationGroup:
         """The sequences of `prompts`, an asynchronous context.
 
-        `places` holds their places in the queue until they are sent; without places they do not wait for a node.
-        `claim` has their rids, which are released when the context is left.
+        `admission` holds their places in the queue until they are sent, and their rids until the context is left.
+        Those beside the queue do not wait for a node.
         """
-        if places is not None:
-            prompts = [prompt.in_cache_of(places.cache_owner) for prompt in prompts]
-        patience_s = 0.0 if places is None else self._patience_s
-        return GenerationGroup(prompts, tokenizer, self._dispatcher, claim, places, patience_s)
+        prompts = [prompt.in_cache_of(admission.cache_owner) for prompt in prompts]
+        patience_s = self._patience_s if admission.is_queued else 0.0
+        return GenerationGroup(prompts, tokenizer, self._dispatcher, admission, patience_s)
 
-    def claim(self) -> Claim:
-        """A claim for the rids of one request."""
-        return self._rids.claim()
+    @contextlib.asynccontextmanager
+    async def probe(self, prompt: Prompt, tokenizer: Tokenizer) -> AsyncIterator[GenerationGroup]:
+        """The sequence of a prompt beside the queue, an asynchronous context."""
+        with self._admissions.beside_the_queue() as admission:
+            admission.take([prompt.rid], [1], whole=None, shared=False)
+            async with self.open([prompt], tokenizer, admission) as group:
+                yield group
 
     def abort(self, rid: str | None, message: str) -> int:
         """End the requests with `rid`, or all; returns how many sequences ran or waited."""
         num_aborted = 0
-        for claim in self._rids.find(rid):
-            num_unsent, running = claim.abort(rid, message)
+        for admission in self._admissions.find(rid):
+            num_unsent, running = admission.abort(rid, message)
             for req in running:
                 self._dispatcher.abort(req, message)
             num_aborted += num_unsent + len(running)

@@ -27,8 +27,7 @@ from router.text.stops import (
     StopStrings,
     expanded_size,
 )
-from router.text.text_workers import TextWorkers
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import TextWorkers, Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Finish
 

@@ -13,8 +13,8 @@ from pydantic import Field, WithJsonSchema
 from router.http.body import Body, OneOf, Refused, about, must, one_or_more
 from router.http.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
 from router.http.wording import shown, wrong
-from router.request.fields import TokenIds, check_token_ids
-from router.request.prompt import AnswerOptions
+from router.request.fields import TokenIds
+from router.request.prompt import AnswerOptions, check_token_ids
 from shared.errors import RequestError
 from shared.protocol.sampling_params import (
     MAX_BIASED_TOKENS,

@@ -117,6 +117,10 @@ class ModelSlot:
             )
         return self._model
 
+    def vocab_size(self) -> int:
+        """The number of its token ids. Raises RequestError before it is known."""
+        return self.get().vocab_size
+
     def name(self) -> str:
         """The model's name, empty before it is known."""
         return self._model.name if self._model else ""

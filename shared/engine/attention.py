@@ -42,11 +42,11 @@ class AttentionBackend(Protocol):
         """The most words of `work` for a batch that fits into `shape`, so that the block has room for them."""
         ...
 
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> AttentionPlan:
         """What every layer of the forward shares. `batch.host` has lengths on the host, so nothing need wait.
 
-        A plan that is captured serves all later forwards of the shape, so it must not depend on `batch.host`. Its
-        output for padding tokens may be anything.
+        `work` is that of the forward; None for a plan that is captured. It serves all later forwards of the shape, so
+        it must not depend on `batch.host` either. Its output for padding tokens may be anything.
         """
         ...
 
@@ -91,7 +91,7 @@ class TorchAttention:
         """None."""
         return 0
 
-    def plan(self, batch: ForwardBatch) -> TorchAttentionPlan:
+    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> TorchAttentionPlan:
         """Split the batch into its extends and its decode step."""
         num_extends = len(batch.host.rows_B) - batch.host.num_decodes
         lengths = batch.host.lengths_B[:num_extends].tolist()

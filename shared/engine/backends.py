@@ -114,6 +114,9 @@ def load_model(
 
     if team is None:
         make_kernels = _make_kernels(attention_backend, exact, config, dtype, device)
+        if config.has_experts and device.type == "cuda" and cuda_graph_max_bs is not None:
+            log.event("no_cuda_graphs", reason="the host waits for the choice of experts in every layer")
+            cuda_graph_max_bs = None
         loading(0.0)
         decoder = Decoder.load(source, config, dtype=dtype, device=device, on_progress=loading)
         return TorchModel(decoder, make_kernels, cuda_graph_max_bs)

@@ -34,8 +34,7 @@ from shared.grammar.backend import GrammarBackend
 from shared.grammar.compile_pool import CompilePool
 from shared.kernels.cpu.build import NativeUnavailable, invalid_cxx
 from shared.kernels.cpu.pages import NativePageMover
-from shared.kvcache.allocator import PageAllocator
-from shared.kvcache.host_pages import HostPages
+from shared.kvcache.allocator import HostPages, PageAllocator
 from shared.kvcache.host_pool import HostKVPool, make_host_pool
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.page_mover import NumpyPageMover, PageMover
@@ -203,7 +202,7 @@ def build_engine(
             num_layers=shape.model.num_layers,
             num_kv_heads=shape.model.num_kv_heads,
             head_dim=shape.model.head_dim,
-            numerics=f"{backend.numerics}/{dtype_name(shape.dtype)}",
+            numerics=f"{backend.numerics}/{dtype_name(shape.dtype)}{shape.model.rope.context_name}",
             quantization=quantized,
             kv_cache_dtype="" if shape.kv_dtype == shape.dtype else dtype_name(shape.kv_dtype),
         ),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.kvcache.cache_changes import CacheChanges
 from shared.kvcache.ledger import KVLedger
+from shared.kvcache.radix_cache import CacheChanges
 from shared.protocol.messages import CacheEvents
 from shared.protocol.router_port import RouterPort
 

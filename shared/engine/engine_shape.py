@@ -54,14 +54,15 @@ class EngineShape:
             raise ConfigError(
                 f"--kv-cache-dtype int8: heads of {model.head_dim} elements are no multiple of {multiple}"
             )
+        context_length = resolve_context_length(config.model, model)
         return cls(
             name=config.model.model,
-            model=model,
+            model=model.made_for(context_length),
             dtype=resolve_dtype(config.model, model, device),
             device=device,
             cache=config.cache,
             schedule=resolve_schedule(config.schedule, device),
-            context_length=resolve_context_length(config.model, model),
+            context_length=context_length,
             decodes=decodes,
             links_nbytes=links_nbytes(config.transfer, device),
         )

@@ -21,7 +21,7 @@ from shared.device_streams import FORWARD_PRIORITY, CudaStreams, DeviceStreams, 
 from shared.engine.model_runner import Forwarded, ModelRunner, SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import VocabMask
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.kvcache.host_pool import HostKVPool
 from shared.scheduling.commit import Sampled
 

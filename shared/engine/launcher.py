@@ -20,7 +20,7 @@ from shared.engine.forward_stream import (
 from shared.engine.kv_copies import KVCopies
 from shared.engine.model_worker_batch import Snapshot, snapshot
 from shared.engine.profiler import Span
-from shared.engine.vocab_mask import fill_vocab_mask, must_wait_for_commit
+from shared.engine.sampling_inputs import fill_vocab_mask, must_wait_for_commit
 from shared.errors import RequestError
 from shared.kvcache.ledger import KVLedger
 from shared.scheduling.commit import Outcome, commit_result

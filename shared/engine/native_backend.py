@@ -16,9 +16,8 @@ from shared.engine.penalties import penalize
 from shared.engine.progress import Progress
 from shared.engine.sampler import adjust_logits
 from shared.engine.sampling_inputs import DrawInputs, SamplingInputs
-from shared.kernels.cpu.decoder import BatchDesc, KVPool, NativeDecoder
+from shared.kernels.cpu.decoder import BatchDesc, KVPool, NativeDecoder, Sampling, sample
 from shared.kernels.cpu.library import Team, numerics
-from shared.kernels.cpu.sampling import Sampling, sample
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
 from shared.model.packed_weights import PackedWeights

@@ -25,11 +25,10 @@ from shared.protocol.messages import (
 )
 from shared.protocol.router_port import FromRouter
 from shared.scheduling.batcher import Batcher
-from shared.scheduling.check_request import accept
 from shared.scheduling.commit import Outcome
 from shared.scheduling.grammar_queue import GrammarQueue
 from shared.scheduling.plan import Plan
-from shared.scheduling.req import Req
+from shared.scheduling.req import Req, accept
 
 
 class RouterDesk:

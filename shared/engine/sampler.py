@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 
 from shared.engine.penalties import add_biases
-from shared.engine.sampling_inputs import DrawInputs, SamplingInputs
-from shared.engine.vocab_mask import apply_vocab_mask
+from shared.engine.sampling_inputs import DrawInputs, SamplingInputs, apply_vocab_mask
 
 
 def sample(logits_SV: torch.Tensor, inputs: SamplingInputs[torch.Tensor]) -> torch.Tensor:

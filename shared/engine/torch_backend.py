@@ -112,7 +112,7 @@ class TorchBackend:
         padded = self._graphs.shape_for(exact) if self._graphs is not None else None
         if padded is None or not self._inputs.has_room(batch, padded, work):
             fb = self._forward_batch(batch, exact, work)
-            plan = _CountedPlan(self._attention.plan(fb), self._layers_queued)
+            plan = _CountedPlan(self._attention.plan(fb, work), self._layers_queued)
             hidden_TD, logits_SV = self._compute(fb, plan, future_map)
         else:
             assert self._graphs is not None and self._results is not None
@@ -171,7 +171,7 @@ class TorchBackend:
         fb = self._captured[shape] = self._forward_batch(batch, shape, work)
 
         def forward() -> None:
-            self._compute(fb, self._attention.plan(fb), future_map, self._results)
+            self._compute(fb, self._attention.plan(fb, None), future_map, self._results)
 
         return forward
 

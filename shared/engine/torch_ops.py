@@ -34,9 +34,9 @@ class TorchOps:
         """Rows of the embedding table."""
         return embedding(input_ids_T, table_VD)
 
-    def rotary(self, positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype) -> Rotary:
+    def rotary(self, positions_T: torch.Tensor, waves_2R: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """Cosine and sine [T, 1, D]."""
-        return rotary_cos_sin(positions_T, frequencies_R, dtype)
+        return rotary_cos_sin(positions_T, waves_2R, dtype)
 
     def add_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float

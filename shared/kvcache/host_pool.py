@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from shared.host_memory import new_host_buffer
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.kvcache.pools import TokenToKVPool
 
 MAX_CHUNK_BYTES = 32 << 20

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shared.kvcache.allocator import PageAllocator
-from shared.kvcache.host_pages import HostPages
+from shared.kvcache.allocator import HostPages, PageAllocator
 from shared.kvcache.pools import ReqToTokenPool
 from shared.kvcache.radix_cache import Match, Peek, PrefixLock, RadixCache
 

@@ -1,4 +1,4 @@
-"""The dense decoder family: Llama, Mistral, Qwen2 and Qwen3.
+"""The decoder in Python: the layers that a `ModelConfig` describes, one after another.
 
 A forward works on one flat token axis: the tokens of all Reqs of a batch, concatenated, with their positions. Only
 the `Ops` of a forward know which token belongs to which Req, where K and V are kept and how attention runs.
@@ -14,11 +14,18 @@ from collections.abc import Callable
 import torch
 
 from shared.model.config import ModelConfig
-from shared.model.layers import rotary_frequencies
+from shared.model.experts import multiply
 from shared.model.linear import Linear
 from shared.model.ops import Ops, Rotary
+from shared.model.rotary import rotary_waves
 from shared.model.weight_source import WeightSource
-from shared.model.weights import DecoderWeights, LayerWeights, load_weights
+from shared.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    ExpertsWeights,
+    MlpWeights,
+    load_weights,
+)
 
 
 class Decoder:
@@ -30,7 +37,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self.weights = weights
-        self.rotary_frequencies = rotary_frequencies(config, weights.embed_VD.device)
+        self.rotary_waves = rotary_waves(config.rope, config.head_dim, weights.embed_VD.device)
 
     @classmethod
     def load(
@@ -58,12 +65,16 @@ class Decoder:
         """
         eps = self.config.rms_norm_eps
         x_TD, residual_TD = ops.embed(input_ids_T, self.weights.embed_VD), None
-        rotary = ops.rotary(positions_T, self.rotary_frequencies, x_TD.dtype)
+        rotary = ops.rotary(positions_T, self.rotary_waves, x_TD.dtype)
         for i, layer in enumerate(self.weights.layers):
-            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.input_norm_D, eps)
-            x_TD = self._attention(i, layer, normed_TD, rotary, ops)
-            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.post_attention_norm_D, eps)
-            x_TD = _mlp(layer, normed_TD, ops)
+            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.attention_norm_D, eps)
+            x_TD = self._attention(i, layer.attention, normed_TD, rotary, ops)
+            normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.mlp_norm_D, eps)
+            x_TD = (
+                _experts(layer.mlp, normed_TD, ops)
+                if isinstance(layer.mlp, ExpertsWeights)
+                else _mlp(layer.mlp, normed_TD, ops)
+            )
         assert residual_TD is not None, "the model has no layers"
         return torch.add(residual_TD, x_TD, out=out_TD)
 
@@ -74,15 +85,29 @@ class Decoder:
         return logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
 
     def _attention(
-        self, i: int, layer: LayerWeights[Linear], x_TD: torch.Tensor, rotary: Rotary, ops: Ops
+        self, i: int, weights: AttentionWeights[Linear], x_TD: torch.Tensor, rotary: Rotary, ops: Ops
     ) -> torch.Tensor:
         c = self.config
-        qkv_TQ = ops.linear(x_TD, layer.qkv_proj)
+        qkv_TQ, qk_norm_ND = ops.linear(x_TD, weights.qkv_proj), weights.qk_norm_ND
+        if weights.norms_whole_qk and qk_norm_ND is not None:
+            self._norm_whole_qk(qkv_TQ, qk_norm_ND, ops)
+            qk_norm_ND = None
         qkv_TND = qkv_TQ.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, layer.qk_norm_ND, c.rms_norm_eps, rotary)
-        return ops.linear(ops.attend(i, q_THD).flatten(1), layer.o_proj)
+        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, qk_norm_ND, c.rms_norm_eps, rotary)
+        return ops.linear(ops.attend(i, q_THD).flatten(1), weights.o_proj)
+
+    def _norm_whole_qk(self, qkv_TQ: torch.Tensor, weight_ND: torch.Tensor, ops: Ops) -> None:
+        """Norm q of all heads as one row, in place, and so k."""
+        sizes = [n * self.config.head_dim for n in (self.config.num_heads, self.config.num_kv_heads)]
+        parts = torch.split(qkv_TQ[:, : sum(sizes)], sizes, dim=1)
+        for x_TQ, weight_Q in zip(parts, torch.split(weight_ND.flatten(), sizes), strict=True):
+            x_TQ.copy_(ops.add_norm(x_TQ.contiguous(), None, weight_Q, self.config.rms_norm_eps)[0])
 
 
-def _mlp(layer: LayerWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
-    gate_up_TG = ops.linear(x_TD, layer.gate_up_proj)
-    return ops.linear(ops.silu_mul(gate_up_TG), layer.down_proj)
+def _experts(weights: ExpertsWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+    return multiply(x_TD, ops.linear(x_TD, weights.router), weights, ops)
+
+
+def _mlp(weights: MlpWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
+    gate_up_TG = ops.linear(x_TD, weights.gate_up_proj)
+    return ops.linear(ops.silu_mul(gate_up_TG), weights.down_proj)

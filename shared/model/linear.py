@@ -40,6 +40,11 @@ class DenseLinear:
         """Return x W^T + bias, [T, N]."""
         return linear(x_TK, self.weight_NK, self.bias_N)
 
+    def with_outputs(self, order_N: torch.Tensor) -> DenseLinear:
+        """The layer whose output i is output order_N[i] of this one."""
+        bias_N = None if self.bias_N is None else self.bias_N[order_N]
+        return DenseLinear(weight_NK=self.weight_NK[order_N], bias_N=bias_N)
+
     def to(self, device: torch.device) -> DenseLinear:
         """The same layer on `device`."""
         return replace(self, weight_NK=self.weight_NK.to(device))
@@ -118,6 +123,16 @@ class QuantizedLinear:
         zeros = float(1 << (self.bits - 1)) if self.zeros_NG is None else self.zeros_NG[..., None]
         weight_NK: torch.Tensor = ((groups_NGK - zeros) * self.scales_NG[..., None]).flatten(1)
         return weight_NK if self.order_K is None else weight_NK[:, torch.argsort(self.order_K)]
+
+    def with_outputs(self, order_N: torch.Tensor) -> QuantizedLinear:
+        """The layer whose output i is output order_N[i] of this one."""
+        return replace(
+            self,
+            codes_NK=self.codes_NK[order_N],
+            scales_NG=self.scales_NG[order_N],
+            zeros_NG=None if self.zeros_NG is None else self.zeros_NG[order_N],
+            bias_N=None if self.bias_N is None else self.bias_N[order_N],
+        )
 
     def to(self, device: torch.device) -> QuantizedLinear:
         """The same layer on `device`, packed on a GPU."""

@@ -25,7 +25,7 @@ class Ops(Protocol):
         """Return rows of the embedding table, [T, D]."""
         ...
 
-    def rotary(self, positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype) -> Rotary:
+    def rotary(self, positions_T: torch.Tensor, waves_2R: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """Return the angles of all tokens. Called once in a forward."""
         ...
 

@@ -19,6 +19,7 @@ from shared.kernels.cpu.decoder import (
     MAX_GROUP_K,
     MAX_HEAD_DIM,
     DecoderDesc,
+    ExpertsDesc,
     LayerDesc,
     LinearDesc,
 )
@@ -32,10 +33,10 @@ from shared.kernels.cpu.linear import (
     pack_rows,
 )
 from shared.model.config import ModelConfig
-from shared.model.layers import rotary_frequencies
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear, stack
+from shared.model.rotary import rotary_waves
 from shared.model.weight_source import WeightSource
-from shared.model.weights import LayerWeights, WeightReader
+from shared.model.weights import ExpertsWeights, LayerWeights, WeightReader
 
 
 def native_obstacle(config: ModelConfig) -> str | None:
@@ -45,18 +46,13 @@ def native_obstacle(config: ModelConfig) -> str | None:
     group = config.num_heads // config.num_kv_heads
     if group > MAX_GROUP:
         return f"{group} query heads share a KV head, more than {MAX_GROUP}"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
-        return f"hidden_size {config.hidden_size} or intermediate_size {config.intermediate_size} is odd"
+    if odd := [width for width in config.widths if width % 2]:
+        return f"a layer has {odd[0]} inputs, which is odd"
     for _, scheme in config.quantization.schemes if config.quantization is not None else ():
         if not scheme.has_codes:
             continue
         codes = 32 // scheme.bits  # of a unit
-        for k in (
-            scheme.group_size or codes,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads * config.head_dim,
-        ):
+        for k in (scheme.group_size or codes, *sorted(config.widths)):
             if k % codes or k > MAX_GROUP_K:
                 return f"a group or a layer of {k} inputs is no multiple of {codes} up to {MAX_GROUP_K}"
     return None
@@ -95,9 +91,8 @@ def load_packed_weights(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
-        rotary_frequencies=packer.floats(rotary_frequencies(config, cpu)),
+        rotary_waves=packer.floats(rotary_waves(config.rope, config.head_dim, cpu)),
         embed=embed_VD.data_ptr(),
         norm=norm,
         lm_head=lm_head,
@@ -116,15 +111,21 @@ class Packer:
 
     def layer(self, layer: LayerWeights[LinearDesc]) -> LayerDesc:
         """The layer of packed linear layers."""
-        return LayerDesc(
-            input_norm=self.floats(layer.input_norm_D),
-            post_attention_norm=self.floats(layer.post_attention_norm_D),
-            qk_norm=self.floats(layer.qk_norm_ND),
-            qkv=layer.qkv_proj,
-            o=layer.o_proj,
-            gate_up=layer.gate_up_proj,
-            down=layer.down_proj,
+        desc = LayerDesc(
+            attention_norm=self.floats(layer.attention_norm_D),
+            mlp_norm=self.floats(layer.mlp_norm_D),
+            qk_norm=self.floats(layer.attention.qk_norm_ND),
+            qkv=layer.attention.qkv_proj,
+            o=layer.attention.o_proj,
+            whole_qk=layer.attention.norms_whole_qk,
         )
+        if isinstance(layer.mlp, ExpertsWeights):
+            experts = self.experts(layer.mlp)
+            self.kept.append(experts)
+            desc.experts = ctypes.addressof(experts)
+        else:
+            desc.gate_up, desc.down = layer.mlp.gate_up_proj, layer.mlp.down_proj
+        return desc
 
     def linear(self, linear: Linear, is_gate_up: bool = False) -> LinearDesc:
         """Pack a linear layer, gate and up as `linear_silu_mul` reads them."""
@@ -136,6 +137,21 @@ class Packer:
         else:
             pack_rows(self.team, rows_NB, panels)
         return self._desc(linear, panels, is_gate_up=is_gate_up)
+
+    def experts(self, weights: ExpertsWeights[LinearDesc]) -> ExpertsDesc:
+        """The experts of packed linear layers."""
+        experts = weights.experts
+        gate_up = (LinearDesc * len(experts))(*(each.gate_up_proj for each in experts))
+        down = (LinearDesc * len(experts))(*(each.down_proj for each in experts))
+        self.kept += [gate_up, down]
+        return ExpertsDesc(
+            router=weights.router,
+            gate_up=ctypes.addressof(gate_up),
+            down=ctypes.addressof(down),
+            num_experts=len(experts),
+            top_k=weights.top_k,
+            normalized=weights.is_normalized,
+        )
 
     def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, Linear]]) -> LinearDesc:
         """Pack the lm_head piece by piece."""

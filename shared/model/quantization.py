@@ -18,6 +18,7 @@ GPTQModel's `nn_modules/qlinear`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -255,14 +256,8 @@ def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
 
 
 def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
-    for target in [
-        *(fields.ignore or ()),
-        *(each for group in fields.config_groups.values() for each in group.targets),
-    ]:
-        try:
-            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-        except re.error as e:
-            raise ModelError(f"{path}: quantization_config: {target!r} is no regular expression: {e}") from e
+    targets = (each for group in fields.config_groups.values() for each in group.targets)
+    _check_targets([*(fields.ignore or ()), *targets], path)
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         value = getattr(fields, name) or {}
         if value and value.get("format") != "dense":
@@ -272,6 +267,15 @@ def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
         for name, group in fields.config_groups.items()
     )
     return Quantization(schemes=schemes, ignored=tuple(fields.ignore or ()))
+
+
+def _check_targets(targets: Iterable[str], path: Path) -> None:
+    """Raise ModelError unless all that are to be regular expressions are."""
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as e:
+            raise ModelError(f"{path}: quantization_config: {target!r} is no regular expression: {e}") from e
 
 
 def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Scheme:
@@ -387,8 +391,10 @@ def _gptq(fields: _Gptq, path: Path) -> Quantization:
     version = fields.checkpoint_format or fields.format or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise _unsupported(path, "checkpoint_format", version, "gptq, gptq_v2")
-    if fields.dynamic:
-        raise _unsupported(path, "dynamic", "a setting", "none")
+    skipped = tuple(f"re:{name.removeprefix('-:')}" for name in fields.dynamic or {} if name.startswith("-:"))
+    if len(skipped) < len(fields.dynamic or {}):
+        raise _unsupported(path, "dynamic", "a setting of some layers", "-: with a regular expression")
+    _check_targets(skipped, path)
     scheme = Scheme(
         layout=Layout(version),
         bits=4 if fields.bits == 4 else 8,
@@ -396,7 +402,7 @@ def _gptq(fields: _Gptq, path: Path) -> Quantization:
         is_symmetric=False,  # a file has zeros in any case
         has_order=fields.desc_act,
     )
-    ignored = () if fields.lm_head else ("lm_head",)
+    ignored = (*skipped, *(() if fields.lm_head else ("lm_head",)))
     return Quantization(schemes=((("Linear",), scheme),), ignored=ignored)
 
 

@@ -23,32 +23,53 @@ from shared.host_memory import new_mapping
 from shared.model.config import ModelConfig
 from shared.model.formats.choice import FORMATS
 from shared.model.formats.common import LinearSpec
+from shared.model.layer_records import Attention, DenseMlp, ExpertsMlp, Layer, Projection
 from shared.model.linear import DenseLinear, Linear, quantize_weight, stack
 from shared.model.quantization import Layout, Scheme
 from shared.model.weight_source import TensorSpec, WeightSource
 
 _EMBED, _NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
-Rows = dict[str, int]
-"""Names of tensors or of linear layers in the checkpoint, with the number of rows of each."""
-_LinearRows = tuple[Rows, int, bool]
-"""Linear layers that are computed as one: names with outputs, the inputs, whether they have biases."""
-
-
 L = TypeVar("L")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerWeights(Generic[L]):
-    """The weights of one layer. A weight that the architecture lacks is None. L is what became of a linear layer."""
+class AttentionWeights(Generic[L]):
+    """The weights of an `Attention`. L is what became of a linear layer."""
 
-    input_norm_D: torch.Tensor
     qkv_proj: L
     qk_norm_ND: torch.Tensor | None
+    """The weights for each head of q, then of k."""
+    norms_whole_qk: bool
     o_proj: L
-    post_attention_norm_D: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpWeights(Generic[L]):
+    """The weights of a `DenseMlp`."""
+
     gate_up_proj: L
     down_proj: L
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsWeights(Generic[L]):
+    """The weights of an `ExpertsMlp`, and how it chooses."""
+
+    router: L
+    experts: tuple[MlpWeights[L], ...]
+    top_k: int
+    is_normalized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights(Generic[L]):
+    """The weights of a `Layer`."""
+
+    attention_norm_D: torch.Tensor
+    attention: AttentionWeights[L]
+    mlp_norm_D: torch.Tensor
+    mlp: MlpWeights[L] | ExpertsWeights[L]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +158,8 @@ class WeightReader:
 
         `keep` gets each linear layer when it is read, and whether it is gate and up. What it returns is yielded.
         """
-        for i in range(self._config.num_layers):
-            yield self._layer(_LayerSpec(self._config, i), keep)
+        for layer in self._config.layers:
+            yield self._layer(layer, keep)
 
     def norm(self) -> torch.Tensor:
         """Read the final norm [D]."""
@@ -149,7 +170,7 @@ class WeightReader:
         c = self._config
         scheme = _lm_head_scheme(c)
         if scheme is not None and scheme.layout is not Layout.ON_LOAD:
-            return self._quantized({"lm_head": c.vocab_size}, c.hidden_size, None)
+            return self._quantized(_lm_head(c), None)
         if scheme is not None:
             return stack([piece for _, piece in self.lm_head_pieces()], None).to(self._device)
         if c.tie_word_embeddings:
@@ -179,43 +200,75 @@ class WeightReader:
             if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())
 
-    def _layer(self, layer: _LayerSpec, keep: Callable[[Linear, bool], L]) -> LayerWeights[L]:
-        c = self._config
+    def _layer(self, layer: Layer, keep: Callable[[Linear, bool], L]) -> LayerWeights[L]:
+        c, attention = self._config, layer.attention
+        order_D = self._head_order()
 
-        def linear(rows: Rows, width: int, has_bias: bool, *, is_gate_up: bool = False) -> L:
-            return keep(read(rows, width, has_bias), is_gate_up)
+        def qkv() -> Linear:
+            """With the elements of the heads of q and k as `Rope.head_order` has them."""
+            projected = self._linear(attention.qkv)
+            if order_D is None:
+                return projected
+            order_ND = torch.arange(projected.shape[0], device=self._device).view(-1, c.head_dim)
+            order_ND[: -c.num_kv_heads] = order_ND[: -c.num_kv_heads, order_D]
+            return projected.with_outputs(order_ND.flatten())
 
-        def read(rows: Rows, width: int, has_bias: bool) -> Linear:
-            bias_N = self._stack({f"{name}.bias": n for name, n in rows.items()}) if has_bias else None
-            if _scheme_of(c, rows) is not None:
-                return self._quantized(rows, width, bias_N)
-            weight_NK = self._stack({f"{name}.weight": n for name, n in rows.items()}, width)
-            return DenseLinear(weight_NK=weight_NK, bias_N=bias_N)
+        def linear(projection: Projection, *, is_gate_up: bool = False) -> L:
+            return keep(self._linear(projection), is_gate_up)
 
         def norm(name: str) -> torch.Tensor:
             return self._stack({name: c.hidden_size})
 
-        def qk_norm() -> torch.Tensor:
-            """The weights of the q and k norms, repeated for each head, so that one call applies both."""
-            q_D, k_D = torch.split(self._stack(layer.qk_norm), c.head_dim)
-            return torch.cat([q_D.expand(c.num_heads, -1), k_D.expand(c.num_kv_heads, -1)])
+        def qk_norm(sizes: dict[str, int]) -> torch.Tensor:
+            """The weights of the q and k norms for each head, so that one call applies both."""
+            q, k = torch.split(self._stack(sizes), list(sizes.values()))
+            q_HD, k_KD = q.view(-1, c.head_dim), k.view(-1, c.head_dim)
+            norms_ND = torch.cat([q_HD.expand(c.num_heads, -1), k_KD.expand(c.num_kv_heads, -1)])
+            return norms_ND if order_D is None else norms_ND[:, order_D]
+
+        def dense(mlp: DenseMlp) -> MlpWeights[L]:
+            return MlpWeights(gate_up_proj=linear(mlp.gate_up, is_gate_up=True), down_proj=linear(mlp.down))
+
+        def experts(mlp: ExpertsMlp) -> ExpertsWeights[L]:
+            return ExpertsWeights(
+                router=linear(mlp.router),
+                experts=tuple(dense(expert) for expert in mlp.experts),
+                top_k=mlp.top_k,
+                is_normalized=mlp.is_normalized,
+            )
 
         return LayerWeights(
-            input_norm_D=norm(layer.input_norm),
-            qkv_proj=linear(*layer.qkv),
-            qk_norm_ND=qk_norm() if layer.qk_norm else None,
-            o_proj=linear(*layer.o),
-            post_attention_norm_D=norm(layer.post_attention_norm),
-            gate_up_proj=linear(*layer.gate_up, is_gate_up=True),
-            down_proj=linear(*layer.down),
+            attention_norm_D=norm(layer.attention_norm),
+            attention=AttentionWeights(
+                qkv_proj=keep(qkv(), False),
+                qk_norm_ND=qk_norm(_qk_norm_sizes(c, attention)) if attention.qk_norms else None,
+                norms_whole_qk=attention.norms_whole_qk,
+                o_proj=linear(attention.o),
+            ),
+            mlp_norm_D=norm(layer.mlp_norm),
+            mlp=experts(layer.mlp) if isinstance(layer.mlp, ExpertsMlp) else dense(layer.mlp),
         )
 
-    def _quantized(self, rows: Rows, width: int, bias_N: torch.Tensor | None) -> Linear:
-        scheme = _scheme_of(self._config, rows)
+    def _head_order(self) -> torch.Tensor | None:
+        """None: as the checkpoint has them."""
+        order = self._config.rope.head_order(self._config.head_dim)
+        return None if order == sorted(order) else torch.tensor(order, device=self._device)
+
+    def _linear(self, projection: Projection) -> Linear:
+        bias_N = None
+        if projection.has_bias:
+            bias_N = self._stack({f"{name}.bias": n for name, n in projection.outputs.items()})
+        if _scheme_of(self._config, projection) is not None:
+            return self._quantized(projection, bias_N)
+        weights = {f"{name}.weight": n for name, n in projection.outputs.items()}
+        return DenseLinear(weight_NK=self._stack(weights, projection.num_inputs), bias_N=bias_N)
+
+    def _quantized(self, projection: Projection, bias_N: torch.Tensor | None) -> Linear:
+        scheme = _scheme_of(self._config, projection)
         assert scheme is not None
         parts = []
-        for name, n in rows.items():
-            layer = LinearSpec(name, n, width, scheme)
+        for name, n in projection.outputs.items():
+            layer = LinearSpec(name, n, projection.num_inputs, scheme)
             parts.append(FORMATS[scheme.layout].read(self._source, layer, self._dtype))
             self._count(self._num_stored(layer))
         return stack(parts, bias_N).to(self._device)
@@ -226,7 +279,7 @@ class WeightReader:
             math.prod(self._tensors[name].shape) for name in FORMATS[layer.scheme.layout].tensors(layer)
         )
 
-    def _stack(self, rows: Rows, *width: int) -> torch.Tensor:
+    def _stack(self, rows: dict[str, int], *width: int) -> torch.Tensor:
         """Read tensors into one new buffer."""
         shape = (sum(rows.values()), *width)
         if self._device.type == "cpu":
@@ -242,49 +295,24 @@ class WeightReader:
         self._on_progress(self._num_read / self._num_elements)
 
 
-class _LayerSpec:
-    """The names and sizes of one layer's tensors."""
-
-    def __init__(self, c: ModelConfig, i: int) -> None:
-        layer = f"model.layers.{i}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-        gate_up = {f"{mlp}.gate_proj": c.intermediate_size, f"{mlp}.up_proj": c.intermediate_size}
-        self.input_norm = f"{layer}.input_layernorm.weight"
-        self.post_attention_norm = f"{layer}.post_attention_layernorm.weight"
-        self.qk_norm: Rows = (
-            {f"{attention}.q_norm.weight": c.head_dim, f"{attention}.k_norm.weight": c.head_dim}
-            if c.qk_norm
-            else {}
-        )
-        self.qkv = qkv, c.hidden_size, c.qkv_bias
-        self.o = {f"{attention}.o_proj": c.hidden_size}, q_size, c.o_bias
-        self.gate_up = gate_up, c.hidden_size, c.mlp_bias
-        self.down = {f"{mlp}.down_proj": c.hidden_size}, c.intermediate_size, c.mlp_bias
-
-
 def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor of the architecture. Raises ModelError for layers whose quantization does not fit their sizes."""
     specs = {_EMBED: TensorSpec((c.vocab_size, c.hidden_size)), _NORM: TensorSpec((c.hidden_size,))}
-
-    def note(rows: Rows, width: int, has_bias: bool) -> None:
-        scheme = _scheme_of(c, rows)
-        for name, n in rows.items():
-            if has_bias:
+    for projection in _projections(c):
+        scheme = _scheme_of(c, projection)
+        for name, n in projection.outputs.items():
+            if projection.has_bias:
                 specs[f"{name}.bias"] = TensorSpec((n,))
             if scheme is None:
-                specs[f"{name}.weight"] = TensorSpec((n, width))
+                specs[f"{name}.weight"] = TensorSpec((n, projection.num_inputs))
             else:
-                specs.update(FORMATS[scheme.layout].tensors(LinearSpec(name, n, width, scheme)))
-
-    for linear in _linears(c):
-        note(*linear)
-    for i in range(c.num_layers):
-        layer = _LayerSpec(c, i)
-        for norm in (layer.input_norm, layer.post_attention_norm):
-            specs[norm] = TensorSpec((c.hidden_size,))
-        specs.update({name: TensorSpec((size,)) for name, size in layer.qk_norm.items()})
+                layer = LinearSpec(name, n, projection.num_inputs, scheme)
+                specs.update(FORMATS[scheme.layout].tensors(layer))
+    for each in c.layers:
+        specs.update(dict.fromkeys((each.attention_norm, each.mlp_norm), TensorSpec((c.hidden_size,))))
+        specs.update({name: TensorSpec((size,)) for name, size in _qk_norm_sizes(c, each.attention).items()})
+        if isinstance(each.mlp, ExpertsMlp):
+            _check_experts(c, each.mlp)
     return specs
 
 
@@ -294,41 +322,59 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
     Torch alone, on a CPU, has a byte for each code of 4 bits.
     """
     nbytes = c.vocab_size * c.hidden_size * dtype.itemsize
-    linears = list(_linears(c))
+    projections = list(_projections(c))
     if c.tie_word_embeddings and _lm_head_scheme(c) is not None:
-        linears.append(({"lm_head": c.vocab_size}, c.hidden_size, False))
-    for rows, width, _ in linears:
-        scheme, n = _scheme_of(c, rows), sum(rows.values())
+        projections.append(_lm_head(c))
+    for projection in projections:
+        scheme, n, k = _scheme_of(c, projection), sum(projection.outputs.values()), projection.num_inputs
         if scheme is None or not (scheme.has_codes or scheme.keeps_float):
-            nbytes += n * width * dtype.itemsize
+            nbytes += n * k * dtype.itemsize
         else:
-            nbytes += n * width * scheme.bits // 8
-            nbytes += 4 * n * LinearSpec(next(iter(rows)), n, width, scheme).num_groups
+            nbytes += n * k * scheme.bits // 8
+            nbytes += 4 * n * LinearSpec(next(iter(projection.outputs)), n, k, scheme).num_groups
     return nbytes
 
 
-def _linears(c: ModelConfig) -> Iterator[_LinearRows]:
+def _qk_norm_sizes(c: ModelConfig, attention: Attention) -> dict[str, int]:
+    sizes = (c.num_heads, c.num_kv_heads) if attention.norms_whole_qk else (1, 1)
+    return {name: n * c.head_dim for name, n in zip(attention.qk_norms or (), sizes, strict=False)}
+
+
+def _check_experts(c: ModelConfig, mlp: ExpertsMlp) -> None:
+    """Raise ModelError where experts of a layer are quantized differently: one kernel computes all of them."""
+    for projections in zip(*((each.gate_up, each.down) for each in mlp.experts), strict=True):
+        if len({_scheme_of(c, projection) for projection in projections}) > 1:
+            first, last = (next(iter(projections[i].outputs)) for i in (0, -1))
+            raise ModelError(f"{first} .. {last} are computed as one, but they are quantized differently")
+
+
+def _lm_head(c: ModelConfig) -> Projection:
+    return Projection({"lm_head": c.vocab_size}, c.hidden_size)
+
+
+def _projections(c: ModelConfig) -> Iterator[Projection]:
     """All linear layers of a checkpoint, those that are computed as one together."""
-    for i in range(c.num_layers):
-        layer = _LayerSpec(c, i)
-        yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+    for layer in c.layers:
+        yield from layer.projections
     if not c.tie_word_embeddings:
-        yield {"lm_head": c.vocab_size}, c.hidden_size, False
+        yield _lm_head(c)
 
 
-def _scheme_of(c: ModelConfig, rows: Rows) -> Scheme | None:
+def _scheme_of(c: ModelConfig, projection: Projection) -> Scheme | None:
     """The scheme of linear layers that are computed as one. Raises ModelError where they have several."""
-    if c.quantization is None:
+    if c.quantization is None or projection.keeps_type:
         return None
-    schemes = {name: c.quantization.scheme_of(name) for name in rows}
+    schemes = {name: c.quantization.scheme_of(name) for name in projection.outputs}
     if len(set(schemes.values())) > 1:
-        raise ModelError(f"{', '.join(rows)} are computed as one layer, but they are quantized differently")
+        raise ModelError(
+            f"{', '.join(schemes)} are computed as one layer, but they are quantized differently"
+        )
     return next(iter(schemes.values()))
 
 
 def _lm_head_scheme(c: ModelConfig) -> Scheme | None:
     """A tied lm_head is not in the file, so only `--quantization` quantizes it."""
-    scheme = _scheme_of(c, {"lm_head": c.vocab_size})
+    scheme = _scheme_of(c, _lm_head(c))
     return (
         None
         if c.tie_word_embeddings and scheme is not None and scheme.layout is not Layout.ON_LOAD

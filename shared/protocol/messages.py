@@ -558,24 +558,23 @@ class AbortedReqs(Struct, frozen=True):
 
 
 class AddedNode(Struct, frozen=True):
-    """An operator has added a node, `at` this time in seconds since the epoch.
-
-    Of two changes of one address the later holds: routers and nodes tell this news again until they hear of another.
-    """
+    """An operator has added a node. Nodes tell routers that come later, until they hear that it was removed."""
 
     role: Role
     address: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
     incarnation: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
     at: float = 0.0
+    """Seconds since the epoch. Read by the version before alone."""
 
 
 class RemovedNode(Struct, frozen=True):
-    """An operator has removed a node, `at` this time; its requests may run on for `drain_timeout_s`."""
+    """An operator has removed a node; its requests may run on for `drain_timeout_s`."""
 
     address: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
     incarnation: Annotated[str, msgspec.Meta(max_length=MAX_RELAYED_CHARS)]
     drain_timeout_s: float
     at: float = 0.0
+    """As of AddedNode."""
 
 
 RouterNews = AbortedReqs | AddedNode | RemovedNode

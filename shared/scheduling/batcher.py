@@ -9,10 +9,15 @@ from shared.kvcache.ledger import KVLedger
 from shared.scheduling.commit import Outcome
 from shared.scheduling.plan import Plan, ScheduleBatch, num_behind, schedule, schedule_step
 from shared.scheduling.prefill_adder import AddReqResult, NewTokenRatio, PrefillAdder
-from shared.scheduling.priority import Arrival, PriorityRule
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import Retraction
-from shared.scheduling.schedule_policy import CachedPrefixes, InBatchPrefix, SchedulePolicy
+from shared.scheduling.schedule_policy import (
+    Arrival,
+    CachedPrefixes,
+    InBatchPrefix,
+    PriorityRule,
+    SchedulePolicy,
+)
 from shared.timeline import ReqStage
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.kvcache.ledger import KVLedger
 from shared.protocol.messages import ReqKey
 from shared.scheduling.req import Req

@@ -33,12 +33,12 @@ from itertools import takewhile
 
 from shared import log
 from shared.config import ScheduleOptions
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.kvcache.ledger import KVLedger, ReqKV
 from shared.protocol.messages import ReqKey
 from shared.scheduling.plan import KVCopy
-from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_policy import PriorityRule
 from shared.scheduling.victims import RetractMode, Victims
 from shared.timeline import ReqStage
 

@@ -24,9 +24,9 @@ from enum import Enum, auto
 
 from shared.config import ScheduleOptions
 from shared.kvcache.ledger import KVLedger, ReqKV
-from shared.rates import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S, MovingRate
-from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
+from shared.scheduling.schedule_policy import PriorityRule
+from shared.timeline import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S, MovingRate
 
 PRIOR_COPY_BYTES_PER_S = 4e9
 

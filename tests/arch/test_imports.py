@@ -98,7 +98,7 @@ def test_without_torch() -> None:
 
 def test_the_scheduler_runs_where_there_is_no_triton() -> None:
     modules = (
-        "shared.scheduling.batcher, shared.scheduling.check_request, shared.scheduling.commit, "
+        "shared.scheduling.batcher, shared.scheduling.req, shared.scheduling.commit, "
         "shared.kvcache.ledger, shared.kvcache.audit, shared.engine.build, prefill_node.scheduler, "
         "decode_node.scheduler"
     )

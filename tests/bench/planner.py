@@ -23,10 +23,11 @@ import psutil
 
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
-from planner.figures import Figures, Slo, arrival_seconds, figures_of
+from planner.figures import Slo, arrival_seconds
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
 from planner.simulate import Run, simulate
 from planner.traffic.trace import SimRequest
+from tests.bench.figures import Figures, figures_of, figures_of_run
 from tests.bench.real_fleet import BUILTIN, LLAMA, RealNodes, real_fleet
 from tests.bench.recorded import AZURE, MOONCAKE, load_trace, scaled
 from tests.bench.replay import Replayed, replay
@@ -211,7 +212,7 @@ def fit(nodes: TimedNodes = NODES) -> Added:
     measured = _figures(lone, measure(candidate, lone, nodes))
 
     def predicted(added: Added) -> Figures:
-        return predict(candidate, lone, timed_profile(nodes, added)).figures
+        return figures_of_run(predict(candidate, lone, timed_profile(nodes, added)), lone, SLO)
 
     without, with_ms = predicted(added), predicted(replace(added, message_s=1e-3))
     messages = (with_ms.ttft_s.mean - without.ttft_s.mean) / 1e-3
@@ -304,7 +305,7 @@ def row(
         "cpu_share": round(max(seen.cpu_share for seen in rounds), 2),
         "late_ms": round(1e3 * max(seen.late_s for seen in rounds), 1),
         "load": round(max(seen.load for seen in rounds), 1),
-        **compared(figures(predicted.figures, predicted.cached_share), measured),
+        **compared(figures(figures_of_run(predicted, requests, SLO), predicted.cached_share), measured),
     }
 
 

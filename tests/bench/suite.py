@@ -31,6 +31,9 @@ class Bench:
 
 BENCHES: dict[str, Bench] = {
     "decode": Bench(module="decode", question="How near is a decode step to what the machine allows?"),
+    "experts": Bench(
+        module="experts", question="How near is a mixture of experts to a read of a token's weights?"
+    ),
     "weight_bits": Bench(module="weight_bits", question="What do weights of 8 and 4 bits save?"),
     "kv_bits": Bench(module="kv_bits", question="What does a KV cache of int8 save?"),
     "quantized_linear": Bench(

@@ -75,6 +75,12 @@ TARGETS = (
         at_least=0.75,
     ),
     Target(
+        what="single-stream decode of a mixture of experts: streaming read / step, the worst case",
+        bench="experts",
+        key="least_ratio_read",
+        at_least=0.7,
+    ),
+    Target(
         what="paged decode attention / streaming read, the worst case",
         bench="attention",
         key="decode_least_ratio",

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,6 @@ FLAGS = [
 ]
 DESKTOP = ViewportSize(width=1280, height=900)
 PHONE = ViewportSize(width=360, height=740)
-
-Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @pytest.fixture(scope="session")
@@ -69,11 +67,6 @@ def browser(loop: asyncio.Runner) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(loop: asyncio.Runner) -> Run:
-    return loop.run
 
 
 @dataclass

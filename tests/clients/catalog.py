@@ -74,7 +74,7 @@ CLIENTS = (
         name="langchain",
         script="with_langchain.py",
         version_of=("langchain-openai", "langchain-core"),
-        proves="`ChatOpenAI` and `OpenAI`: invoke, stream, batch, async, `with_structured_output` "
+        proves="`ChatOpenAI` and `OpenAI`: invoke, stream, async, `with_structured_output` "
         "by JSON schema and by tool call; `create_agent` with two tools in three turns, over both of OpenAI's APIs",
     ),
     Client(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from tests.golden.references import Zoo, reference_tokens
 from tests.modelzoo import reference_greedy, reference_logits
-from tests.processes import NODE_FLAGS, Router
+from tests.processes import Fleet, Router
 
 pytestmark = pytest.mark.processes
 
@@ -31,15 +32,13 @@ def folder(zoo: Zoo) -> Path:
 
 @pytest.fixture(scope="module")
 def router(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    flags = (
-        *("--local", "1P1D", "--model", str(folder), "--served-model-name", "tiny", *NODE_FLAGS),
-        *("--max-total-tokens", "8192", "--local-prefill-tokens", "0"),
-    )
-    with Router(tmp_path_factory.mktemp("apis"), *flags) as router:
-        yield router.wait_ready()
-        router.wait_home()
-        assert router.stop() == 0
-        router.assert_clean_log()
+    flags = ("--max-total-tokens", "8192", "--debug-checks")
+    router_flags = ("--served-model-name", "tiny", "--local-prefill-tokens", "0")
+    logs = tmp_path_factory.mktemp("apis")
+    with Fleet(logs, folder, flags=flags, router_flags=router_flags) as fleet:
+        yield fleet.router
+        fleet.router.wait_home()
+        fleet.stop()
 
 
 def test_a_stream_adds_up_to_the_answer(router: Router) -> None:
@@ -182,6 +181,46 @@ def test_a_tool_that_has_to_be_called(client: openai.OpenAI) -> None:
             assert arguments["city"] in city["enum"]
         else:
             assert (choice, call.function.name, arguments) == ("required", "now", {})
+
+
+@pytest.mark.parametrize(
+    ("field", "grammar", "pattern"),
+    [
+        ("regex", "[a-f]{4}-[0-9]{2}", "[a-f]{4}-[0-9]{2}"),
+        ("ebnf", 'root ::= "yes" | "no" | "may" "be"', "yes|no|maybe"),
+        ("json_schema", '{"enum": ["a", 17]}', '"a"|17'),
+    ],
+)
+def test_grammars(router: Router, field: str, grammar: str, pattern: str) -> None:
+    params = {"temperature": 1.0, "sampling_seed": 2, "ignore_eos": True, field: grammar}
+    answer = router.generate(PROMPT, 60, sampling=params).finish().answer
+    assert re.fullmatch(pattern, answer["text"].strip())
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_streams_keep_to_a_schema(client: openai.OpenAI) -> None:
+    tags = {"type": "array", "items": {"enum": ["slow", "fast"]}, "minItems": 1, "maxItems": 3}
+    properties = {"name": {"type": "string", "maxLength": 12}, "tags": tags}
+    schema = {"type": "object", "properties": properties, "required": ["name", "tags"]}
+    asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    choices = {"temperature": 1, "seed": 1, "n": 2, "extra_body": {"response_format": asked}}
+    events = list(
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400, stream=True, **choices)
+    )
+    for index in range(2):
+        found = json.loads("".join(e.choices[0].text for e in events if e.choices[0].index == index))
+        assert list(found) == ["name", "tags"] and len(found["name"]) <= 12
+        assert 1 <= len(found["tags"]) <= 3 and set(found["tags"]) <= {"slow", "fast"}
+    assert len(events) > 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_grammar_in_a_batch_is_named_with_the_compilers_words(router: Router, stream: bool) -> None:
+    params = [{"max_new_tokens": 5}, {"max_new_tokens": 5, "regex": "(a"}]
+    body = {"text": [PROMPT, PROMPT], "stream": stream, "sampling_params": params}
+    call = router.post("/generate", body).finish()
+    assert call.status == 400 and call.error is not None
+    assert "prompt 1: sampling_params[1].regex" in call.error and "parenthesis is not closed" in call.error
 
 
 def test_penalties_and_biases(router: Router, folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import NODE_FLAGS, Router
+from tests.processes import Fleet
 
 pytestmark = pytest.mark.processes
 
@@ -33,9 +33,9 @@ def test_a_split_fleet_of_random_weights_moves_pages_and_answers_in_token_ids(tm
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
-    flags = ("--model", str(model), "--load-format", "dummy", "--skip-tokenizer-init", *NODE_FLAGS)
-    with Router(tmp_path, "--local", "1P1D", "--max-total-tokens", "4096", *flags) as router:
-        router.wait_ready()
+    flags = ("--load-format", "dummy", "--max-total-tokens", "4096")
+    with Fleet(tmp_path, model, flags=flags, router_flags=("--skip-tokenizer-init",)) as fleet:
+        router = fleet.router
         assert '-d \'{"input_ids": [1, 2, 3]' in router.log, "the example is one that this router answers"
         split = router.generate(PROMPT, 20, return_timeline=True)
         assert len(set(split.tokens())) > 10, "logits are sane"
@@ -43,4 +43,4 @@ def test_a_split_fleet_of_random_weights_moves_pages_and_answers_in_token_ids(tm
         refused = router.generate("a text", 5).finish()
         assert refused.error is not None and "--skip-tokenizer-init" in refused.error
         assert router.generate(PROMPT, 20).tokens() == split.tokens()
-        router.assert_clean_log()
+        fleet.stop()

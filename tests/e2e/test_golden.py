@@ -54,7 +54,6 @@ class Case:
 
 CASES = [
     Case(model="llama", page_size=1, chunk=23, overlap=False, retract_every=5, carried_by="gloo"),
-    Case(model="llama3", page_size=16, chunk=20, overlap=True, retract_every=0),
     Case(model="qwen3", page_size=16, chunk=23, overlap=True, retract_every=5),
 ]
 
@@ -131,7 +130,7 @@ def test_golden(case: Case, zoo: Zoo, tmp_path: Path) -> None:
         # The decode node has a link back if the router has asked it to lend.
         assert set(lent) <= {case.carried_by} and len(lent) <= 1
         retractions = fleet.router.loads()["d0"]["num_retractions"]
-        assert retractions >= 10 if case.retract_every else retractions == 0
+        assert retractions >= 10
         assert unsplit.stop() == 0
         unsplit.assert_clean_log()
         fleet.stop()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import NODE_FLAGS, Router
+from tests.processes import Fleet
 
 pytestmark = pytest.mark.processes
 
-FLAGS = (*NODE_FLAGS, "--max-total-tokens", "512", "--log-level", "debug", "--log-requests")
+FLAGS = ("--max-total-tokens", "512", "--log-level", "debug")
+ROUTER_FLAGS = ("--log-level", "debug", "--log-requests")
 
 
 def prompt(first: int) -> list[int]:
@@ -20,8 +21,8 @@ def prompt(first: int) -> list[int]:
 
 
 def test_waiting_for_pages(tmp_path: Path) -> None:
-    with Router(tmp_path, "--local", "1P1D", *FLAGS) as router:
-        router.wait_ready()
+    with Fleet(tmp_path, "builtin", flags=FLAGS, router_flags=ROUTER_FLAGS) as fleet:
+        router = fleet.router
         holds_pages = router.generate(prompt(20), 190, stream=True)
         holds_pages.wait_tokens(3)
         slow = router.generate(prompt(400), 4, return_timeline=True, rid="slow-one").finish()
@@ -29,15 +30,15 @@ def test_waiting_for_pages(tmp_path: Path) -> None:
         told = slow.last["meta_info"]["first_token"]
         assert told["slow_because"] == "reservation", told
         waits = [stage for stage in told["stages"] if stage["stage"] == "reservation"]
-        assert [stage["node"] for stage in waits] == ["decode-0"]
-        router.stop()
-        router.assert_clean_log()
-        lines = [line for line in router.log.splitlines() if "rid=slow-one" in line]
+        assert [stage["node"] for stage in waits] == ["d0"]
+        fleet.stop()
+        logs = [process.log for process in fleet.processes]
+    lines = [line for log in logs for line in log.splitlines() if "rid=slow-one" in line]
     writers = {re.split(r"[\[\]]", line)[1].split("#")[0] for line in lines}
-    assert writers == {"router-0", "prefill-0", "decode-0"}, lines
+    assert writers == {"router-0", "p0", "d0"}, lines
     keys = {tuple(re.findall(r"\b(?:req|attempt|router)=\S+", line)) for line in lines}
     assert len({frozenset(key) for key in keys}) == 1, lines
     (request,) = [line for line in lines if " request " in line]
     assert "slow_because=reservation" in request
     for line in lines:
-        assert "[router-0]" in line or re.search(r"\[(prefill|decode)-0#\w+\]", line), "with its incarnation"
+        assert "[router-0]" in line or re.search(r"\[[pd]0#\w+\]", line), "with its incarnation"

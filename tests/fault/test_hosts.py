@@ -20,7 +20,7 @@ from tests.processes import Router, started
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "tcp", "tls"])
+@pytest.mark.parametrize("transport", ["gloo", "tls"])
 def test_two_hosts_with_a_key_over_a_slow_network(
     network: Namespaces, common: tuple[str, ...], tiny_model: Path, tmp_path: Path, transport: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""In bf16 and with int8 weights, natively: tokens of 1 prefill + 1 decode == of one node, one request at a time.
+"""In bf16, int8 and with experts, natively: tokens of 1 prefill + 1 decode == of one node, one request at a time.
 
 The KV and logits of a token are the same bits whatever the batch, the chunks, the page size and the prefix that was
 there, and whether a decode step or a prefill computed them. So tokens and logprobs are the same too, also of requests
@@ -52,7 +52,7 @@ class Case:
 
 
 FACTORS: dict[str, tuple[object, ...]] = {
-    "model": ("qwen3", "builtin", "qwen3-w8a8"),
+    "model": ("qwen3", "builtin", "qwen3-w8a8", "qwen3moe"),
     "prefix": (False, True),
     "page_size": (1, 16),
     "chunk": (23, 512),

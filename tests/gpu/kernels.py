@@ -20,6 +20,8 @@ from shared.engine.penalties import penalize
 from shared.engine.sampling_inputs import PenaltyInputs
 from shared.kernels.reference import write_kv
 from shared.model import layers
+from shared.model.rope import Rope
+from shared.model.rotary import rotary_waves
 from tests.backend_rig import batch_over, block_words
 from tests.gpu.limits import measured
 from tests.gpu.rows import figure
@@ -208,8 +210,8 @@ def rope_write(tensors: Tensors, tokens: int) -> Pair:
     k_pages, v_pages = (tensors.one(num_pages, kv_heads, PAGE_SIZE, HEAD_DIM) for _ in range(2))
     positions = torch.arange(tokens, device=tensors.place.device)
     at = torch.randperm(num_pages, device=positions.device)[positions // PAGE_SIZE], positions % PAGE_SIZE
-    frequencies = 10_000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=positions.device) / HEAD_DIM)
-    cos, sin = layers.rotary_cos_sin(positions, frequencies, tensors.dtype)
+    waves = rotary_waves(Rope(theta=10_000.0, rotary_dim=HEAD_DIM), HEAD_DIM, positions.device)
+    cos, sin = layers.rotary_cos_sin(positions, waves, tensors.dtype)
     halves = tuple(one[:, 0, : HEAD_DIM // 2].contiguous() for one in (cos, sin))
 
     def by_torch(qkv: torch.Tensor) -> None:

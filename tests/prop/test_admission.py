@@ -11,12 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.dispatch.live_rids import Claim, LiveRids
 from router.dispatch.node import Loss
 from router.dispatch.running_req import RunningReq
+from router.request.admission import Admission, Admissions
 from router.request.generation import GenerationGroup, Generator
 from router.request.prompt import AnswerOptions, Prompt
-from router.request.queue_limit import QueueLimit, QueuePlaces
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Failed, Finish, Role, TokenEntry, Work
@@ -42,8 +41,7 @@ EVENTS = (
 class Client:
     """One request, from its places to its end. `entering` is there once it is being dispatched."""
 
-    places: QueuePlaces
-    claim: Claim
+    admission: Admission
     name: str
     num_sequences: int
     called_off: bool = False
@@ -88,9 +86,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.fleet = Fleet(2)
         self.dispatcher = self.fleet.dispatcher
         self.num_rejected = 0
-        self.queue_limit = QueueLimit(self.dispatcher.queue, MAX_QUEUED, self.on_rejected)
-        self.rids = LiveRids()
-        self.generator = Generator(self.dispatcher, self.rids)
+        self.admissions = Admissions(self.dispatcher.queue, MAX_QUEUED, self.on_rejected)
+        self.generator = Generator(self.dispatcher, self.admissions)
         self.clients: list[Client] = []
         self.names = itertools.count()
 
@@ -113,18 +110,16 @@ class AdmissionMachine(RuleBasedStateMachine):
     def arrive(self, num_sequences: int, tokenizes: bool) -> None:
         waiting, rejected = self.num_waiting, self.num_rejected
         if waiting + num_sequences <= MAX_QUEUED:
-            places = self.queue_limit.places()
-            places.hold(num_sequences)
-            client = Client(places, self.generator.claim(), f"job{next(self.names)}", num_sequences)
+            client = Client(self.admissions.admit(), f"job{next(self.names)}", num_sequences)
             n = num_sequences // client.num_prompts
-            client.claim.take(client.rids, [n] * client.num_prompts, whole=client.name, shared=False)
+            client.admission.take(client.rids, [n] * client.num_prompts, whole=client.name, shared=False)
             self.clients.append(client)
             assert self.num_rejected == rejected
             if not tokenizes:
                 self.dispatch(client, "short")
             return
-        with pytest.raises(RequestError) as caught, self.queue_limit.places() as places:
-            places.hold(num_sequences)
+        with pytest.raises(RequestError) as caught, self.admissions.admit() as admission:
+            admission.take(["refused"], [num_sequences], whole=None, shared=False)
         assert self.num_waiting == waiting
         if num_sequences > MAX_QUEUED and waiting < MAX_QUEUED:
             assert (caught.value.status, self.num_rejected) == (400, rejected)
@@ -200,8 +195,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 for rid, length in zip(client.rids, lengths, strict=True)
             ],
             TOKENIZER,
-            client.claim,
-            client.places,
+            client.admission,
         )
         client.entering = self.loop.create_task(client.group.__aenter__())
         self.turn()
@@ -216,8 +210,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 self.loop.run_until_complete(client.group.__aexit__(None, None, None))
             else:
                 assert isinstance(entered, RequestError | asyncio.CancelledError), entered
-        client.claim.__exit__(None, None, None)
-        client.places.__exit__(None, None, None)
+        client.admission.__exit__(None, None, None)
 
     @rule(which=WHICH)
     def abort(self, which: int) -> None:
@@ -234,19 +227,21 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_exact(self) -> None:
-        assert self.queue_limit.num_queued == self.num_waiting <= MAX_QUEUED
-        assert len(self.rids) == sum(1 + client.num_prompts for client in self.clients if not client.failed)
+        assert self.admissions.num_queued == self.num_waiting <= MAX_QUEUED
+        assert len(self.admissions.holders) == sum(
+            1 + client.num_prompts for client in self.clients if not client.failed
+        )
         assert not any(client.reqs for client in self.clients if client.called_off), "sent after its abort"
 
     def teardown(self) -> None:
         for client in self.clients[:]:
             self.go(client)
         self.loop.close()
-        assert self.queue_limit.num_queued == self.dispatcher.num_running == len(self.rids) == 0
-        with self.queue_limit.places() as places:
-            places.hold(MAX_QUEUED)
+        assert self.admissions.num_queued == self.dispatcher.num_running == len(self.admissions.holders) == 0
+        with self.admissions.admit() as admission:
+            admission.take(["all"], [MAX_QUEUED], whole=None, shared=False)
             with pytest.raises(RequestError):
-                self.queue_limit.places()
+                self.admissions.admit()
 
 
 TestAdmission = AdmissionMachine.TestCase

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dispatch.node import PrefixIndex
-from shared.kvcache.cache_changes import CacheChanges
-from shared.kvcache.radix_cache import PrefixLock, RadixCache
+from shared.kvcache.radix_cache import CacheChanges, PrefixLock, RadixCache
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import CacheEvents
 

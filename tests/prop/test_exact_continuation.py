@@ -37,6 +37,8 @@ from tests.quantized_models import compressed_tensors, gptq, quantize_folder
 
 MODELS = {
     "qwen3": {"num_hidden_layers": 2},
+    "qwen3moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 5},
     "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 48},
 }
 QUANTIZED = {
@@ -44,6 +46,8 @@ QUANTIZED = {
     "llama-gptq": ("llama", lambda: gptq(4, 32, desc_act=True)),
     "llama-int4": ("llama", lambda: None),
     "qwen3-gptq-weight-only": ("qwen3", lambda: gptq(4, 32, desc_act=True)),
+    "qwen3moe-int4": ("qwen3moe", lambda: None),
+    "mixtral-gptq": ("mixtral", lambda: gptq(4, 32, desc_act=True)),
     "qwen3-kv-int8": ("qwen3", lambda: None),
     "llama-w8a8-kv-int8": ("llama", lambda: compressed_tensors(8, activations=True)),
 }

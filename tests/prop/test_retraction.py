@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.scheduling.victims import RetractMode
 from shared.timeline import ReqStage
 from tests.prop.stepping import Stepping, new_req

@@ -15,13 +15,13 @@ from shared.kvcache.ledger import KVLedger
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.priority import PriorityRule
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import (
     LPM_MAX_WAITING,
     POLICIES,
     CachedPrefixes,
     InBatchPrefix,
+    PriorityRule,
     SchedulePolicy,
 )
 from shared.timeline import Timeline

@@ -8,9 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from shared.scheduling.priority import choose_victims
 from shared.scheduling.req import Req
-from shared.scheduling.schedule_policy import POLICIES
+from shared.scheduling.schedule_policy import POLICIES, choose_victims
 from tests.prop.stepping import Stepping, new_req, rids
 
 

@@ -34,7 +34,7 @@ from tests.modelzoo import EOS_TOKEN_ID, write_tokenizer
 VOCAB_SIZE = 400
 MAX_STEPS = 120
 NUM_ANSWERS = 4
-NUM_EXAMPLES = int(os.environ.get("STRUCTURED_EXAMPLES", "60"))
+NUM_EXAMPLES = int(os.environ.get("STRUCTURED_EXAMPLES", "40"))
 ENDS = ('"', "}", "]", "0", "1", "a", ":", ",", " ")
 
 

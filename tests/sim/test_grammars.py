@@ -19,7 +19,7 @@ from shared.protocol.sampling_params import Grammar, SamplingParams
 from tests.cluster import Cluster
 from tests.patience import PATIENCE_S
 from tests.sim.test_races import config, prompt
-from tests.token_engine import EOS, reference_tokens, token_engine
+from tests.token_engine import EOS, token_engine
 from tests.token_grammar import TokenGrammarBackend, constrained_tokens, token_grammar
 
 
@@ -50,34 +50,6 @@ def submit(cluster: Cluster, rid: str, ids: list[int], wanted: SamplingParams, *
 
 
 topologies = pytest.mark.parametrize("topology", ["1P1D", "0P1D"])
-
-
-@topologies
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("retract_every", [0, 3])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_every_schedule_gives_the_same(
-    topology: str, overlap: bool, retract_every: int, page_size: int
-) -> None:
-    shapes = [(3, 9), (5, 0), (1, 6), (2, 30)]  # modulus, length
-    wanted: dict[ReqKey, list[int]] = {}
-    options = {"overlap": overlap, "retract_every": retract_every, "page_size": page_size}
-    with start(topology, **options) as cluster:
-        for i in range(10):
-            ids = prompt(5 + 6 * (i % 4), seed=i)
-            if i % 5 == 4:
-                key = submit(cluster, f"r{i}", ids, SamplingParams(max_new_tokens=12, temperature=0.0))
-                wanted[key] = reference_tokens(ids, 12)
-            else:
-                modulus, length = shapes[i % 4]
-                key = submit(cluster, f"r{i}", ids, params(14, modulus, length))
-                wanted[key] = constrained_tokens(ids, 14, modulus, length)
-        cluster.run_all(check=True)
-        assert {key: cluster.tokens(key) for key in wanted} == wanted
-        assert any(tokens[-1] == EOS and len(tokens) > 1 for tokens in wanted.values())
-        if retract_every:
-            assert cluster.nodes["d0"].scheduler.batcher.num_retractions > 3
-        cluster.assert_idle()
 
 
 @topologies

@@ -14,7 +14,7 @@ from shared.protocol.sampling_params import SamplingParams, TokenBias
 from tests.cluster import Cluster
 from tests.sim.test_grammars import grammar_engine, submit
 from tests.sim.test_races import prompt
-from tests.token_engine import reference_tokens
+from tests.token_engine import EOS, reference_tokens
 from tests.token_grammar import constrained_entries, constrained_tokens, token_grammar
 
 NUM_NEW = 40
@@ -31,6 +31,7 @@ def config(
     slots: int = 8,
     disable_radix_cache: bool = False,
     host_tokens: int = 0,
+    enable_jump_forward: bool = True,
     **schedule: object,
 ) -> NodeConfig:
     return NodeConfig(
@@ -46,7 +47,7 @@ def config(
             debug_checks=True,
             num_reserved_decode_tokens=4,
             disable_overlap_schedule=not overlap,
-            enable_jump_forward=True,
+            enable_jump_forward=enable_jump_forward,
             **schedule,  # type: ignore[arg-type]
         ),
         model=ModelOptions(context_length=200),
@@ -86,10 +87,10 @@ def wanted_params(
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, grammar=grammar, **more)  # type: ignore[arg-type]
 
 
-def crowd(cluster: Cluster, num: int = 10) -> dict[ReqKey, list[int]]:
+def crowd(cluster: Cluster, *, jumps: bool = True) -> dict[ReqKey, list[int]]:
     """Requests with grammars, and every fifth without; what each must get."""
     wanted = {}
-    for i in range(num):
+    for i in range(10):
         ids = prompt(5 + 6 * (i % 4), seed=i)
         if i % 5 == 4:
             key = submit(cluster, f"r{i}", ids, SamplingParams(max_new_tokens=12, temperature=0.0))
@@ -97,7 +98,7 @@ def crowd(cluster: Cluster, num: int = 10) -> dict[ReqKey, list[int]]:
         else:
             shape = SHAPES[i % 4]
             key = submit(cluster, f"r{i}", ids, wanted_params(shape))
-            wanted[key] = constrained_tokens(ids, NUM_NEW, *shape)
+            wanted[key] = constrained_tokens(ids, NUM_NEW, *(shape if jumps else shape[:2]))
     return wanted
 
 
@@ -124,15 +125,19 @@ overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "se
         {"chunk": 6, "enable_mixed_chunk": True},
         {"disable_radix_cache": True},
         {"disable_radix_cache": True, "retract_every": 3},
+        {"enable_jump_forward": False},
+        {"enable_jump_forward": False, "retract_every": 3, "page_size": 1},
     ],
     ids=str,
 )
 def test_every_schedule_gives_the_same(topology: str, overlap: bool, options: dict[str, object]) -> None:
+    jumps = bool(options.get("enable_jump_forward", True))
     with RecordingCluster(topology, config(overlap=overlap, **options)) as cluster:  # type: ignore[arg-type]
-        wanted = crowd(cluster)
+        wanted = crowd(cluster, jumps=jumps)
+        assert any(tokens[-1] == EOS and len(tokens) > 1 for tokens in wanted.values())
         cluster.run_all(check=True)
         assert {key: cluster.tokens(key) for key in wanted} == wanted
-        assert num_jumped(cluster) > 50
+        assert num_jumped(cluster) > 50 if jumps else num_jumped(cluster) == 0
         num_retractions = cluster.nodes["d0"].scheduler.batcher.num_retractions
         assert num_retractions > 3 if options.get("retract_every") else num_retractions == 0
         cluster.assert_idle()

@@ -20,9 +20,8 @@ import pytest
 
 from decode_node.scheduler import DecodeScheduler
 from planner.cost_model import CostModel
-from planner.simulator.engine import sim_engine
 from planner.simulator.events import EventLoop, NodeClock
-from planner.simulator.node import SimVitals
+from planner.simulator.node import SimVitals, sim_engine
 from planner.simulator.runner import SimCopyResult, SimStream
 from prefill_node.scheduler import PrefillScheduler
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
@@ -30,7 +29,7 @@ from shared.cpu_cores import CpuCores
 from shared.engine.build import build_engine
 from shared.engine.forward_stream import CopyResult
 from shared.engine.loop_parts import NodeParts
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.kvtransfer.sides import TransferSides
 from shared.protocol.messages import PROTOCOL_VERSION, NodeHello, NodeRef, ReqKey, Role
 from shared.protocol.router_port import FromRouter, RouterPort

@@ -82,7 +82,7 @@ def test_one_fault_at_each_place(place: Place, fault: Fault) -> None:
     )
     fleet = fleet_2p2d(shape, on_step=saboteur.look)
     saboteur.fleet = fleet
-    fleet.submit(chats(random.Random(3), 240, gap_s=0.004, block_tokens=BLOCK_TOKENS))
+    fleet.submit(chats(random.Random(3), 160, gap_s=0.004, block_tokens=BLOCK_TOKENS))
     fleet.run(max_events=MAX_EVENTS)
     assert saboteur.victim is not None, f"no request was ever in {place}"
     assert_all_ended_and_empty(fleet)

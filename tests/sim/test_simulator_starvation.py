@@ -126,7 +126,7 @@ class Place(Enum):
     BEHIND_SPLIT = "a local one, beside split prompts of a decode node"
 
 
-LONG_AT_S, TRAFFIC_S, GAP_S = 0.5, 4.0, 0.02
+LONG_AT_S, TRAFFIC_S, GAP_S = 0.5, 2.0, 0.02
 POOL_TOKENS = 2048
 """Of the node where the long prompt waits."""
 

@@ -155,7 +155,7 @@ def test_poison_in_a_busy_fleet_is_convicted_at_the_third_node(seed: int) -> Non
         audits=True,
     )
     requests = chats(
-        random.Random(seed), 1500, gap_s=0.004, block_tokens=BLOCK_TOKENS, output_len=(POISONED, 24)
+        random.Random(seed), 700, gap_s=0.004, block_tokens=BLOCK_TOKENS, output_len=(POISONED, 24)
     )
     fleet.submit(requests)
     fleet.run(max_events=MAX_EVENTS)

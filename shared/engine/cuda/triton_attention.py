@@ -11,7 +11,7 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.engine.input_block import BlockShape
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.kernels.triton.attention import PagedAttention
-from shared.kernels.triton.attention_work import attention_work, most_words
+from shared.kernels.triton.attention_work import attention_work, has_merges, most_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,14 @@ class TritonAttentionPlan:
 
     kernels: PagedAttention
     words: torch.Tensor
+    may_cut: bool
+    """False if no tile of the forward is cut."""
 
     def run(
         self, q_THD: torch.Tensor, k_pages_NKSD: torch.Tensor, v_pages_NKSD: torch.Tensor
     ) -> torch.Tensor:
-        """Two launches, whatever the batch."""
-        return self.kernels(q_THD, k_pages_NKSD, v_pages_NKSD, self.words)
+        """Two launches, or one where nothing is cut."""
+        return self.kernels(q_THD, k_pages_NKSD, v_pages_NKSD, self.words, may_cut=self.may_cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,6 @@ class TritonAttention:
             workspace_rows=self.kernels.workspace_rows,
         )
 
-    def plan(self, batch: ForwardBatch) -> TritonAttentionPlan:
-        """Everything is in the block."""
-        return TritonAttentionPlan(self.kernels, batch.words)
+    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> TritonAttentionPlan:
+        """Everything is in the block. A captured plan cannot know whether later forwards cut tiles."""
+        return TritonAttentionPlan(self.kernels, batch.words, work is None or has_merges(work))

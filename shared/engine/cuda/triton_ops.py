@@ -37,9 +37,9 @@ class TritonOps:
         """Rows of the embedding table."""
         return embedding(input_ids_T, table_VD)
 
-    def rotary(self, positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype) -> Rotary:
+    def rotary(self, positions_T: torch.Tensor, waves_2R: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """Cosine and sine, [T, D / 2]."""
-        return rope.rotary(positions_T, frequencies_R, dtype)
+        return rope.rotary(positions_T, waves_2R, dtype)
 
     def add_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
@@ -94,7 +94,7 @@ def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile |
 
 @dataclass(frozen=True, slots=True)
 class TritonTokens:
-    """What a batch does with tokens before and behind the layers, in at most four kernels.
+    """What a batch does with tokens before and behind the layers, in at most seven kernels.
 
     What is drawn depends on a row's logits and parameters alone. `block` and `few` decide about time, not results.
     """
@@ -126,7 +126,7 @@ class TritonTokens:
         rows_S: torch.Tensor,
         future_map: FutureMap,
     ) -> torch.Tensor:
-        """Biases and vocab masks where a row has one, then one kernel that draws and stores."""
+        """Biases and vocab masks where a row has one, then the kernels that draw and store."""
         biases, masked, mask = inputs.biases, inputs.masked, inputs.vocab_mask
         if biases is not None or masked is not None:
             adjust.add_biases(

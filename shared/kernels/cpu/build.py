@@ -23,7 +23,12 @@ import xxhash
 
 from shared import log
 
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-fPIC", "-pthread"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+)
+"""Without `-ffp-contract=off` a compiler chooses which products and sums are rounded once."""
+
 _COMPILE_TIMEOUT_S = 300
 _UNUSED_S = 30 * 24 * 3600.0
 

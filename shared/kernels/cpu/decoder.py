@@ -1,4 +1,4 @@
-"""The Python side of the native decoder: the structs of `src/decoder.h`, and the object that owns a decoder.
+"""The Python side of the native decoder and sampler: their structs, the object that owns a decoder, the calls.
 
 `tests/kernels/cpu/test_structs.py` compares the structs with those of C++.
 
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+
+import numpy as np
+import torch
 
 from shared.kernels.cpu.library import Team, check_status
 
@@ -43,22 +46,40 @@ class LinearDesc(ctypes.Structure):
     )
 
 
-class LayerDesc(ctypes.Structure):
-    """A layer. Norms are float32. `qk_norm` is null where the model has none."""
+class ExpertsDesc(ctypes.Structure):
+    """A sparse MLP. `gate_up` and `down` are arrays of LinearDesc, one for each expert."""
 
     _fields_ = (
-        ("input_norm", _Pointer),
-        ("post_attention_norm", _Pointer),
+        ("router", LinearDesc),
+        ("gate_up", _Pointer),
+        ("down", _Pointer),
+        ("num_experts", _Int),
+        ("top_k", _Int),
+        ("normalized", _Int),
+    )
+
+
+class LayerDesc(ctypes.Structure):
+    """A layer. Norms are float32. `qk_norm` is null where the model has none, and 1 in `whole_qk` norms q as a whole.
+
+    `experts` points to an ExpertsDesc, or is null where the MLP is dense.
+    """
+
+    _fields_ = (
+        ("attention_norm", _Pointer),
+        ("mlp_norm", _Pointer),
         ("qk_norm", _Pointer),
         ("qkv", LinearDesc),
         ("o", LinearDesc),
+        ("whole_qk", _Int),
         ("gate_up", LinearDesc),
         ("down", LinearDesc),
+        ("experts", _Pointer),
     )
 
 
 class DecoderDesc(ctypes.Structure):
-    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and frequencies float32."""
+    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and waves float32."""
 
     _fields_ = (
         ("vocab_size", _Int),
@@ -67,9 +88,8 @@ class DecoderDesc(ctypes.Structure):
         ("num_heads", _Int),
         ("num_kv_heads", _Int),
         ("head_dim", _Int),
-        ("intermediate_size", _Int),
         ("rms_norm_eps", ctypes.c_float),
-        ("rotary_frequencies", _Pointer),
+        ("rotary_waves", _Pointer),
         ("embed", _Pointer),
         ("norm", _Pointer),
         ("lm_head", LinearDesc),
@@ -137,3 +157,60 @@ class NativeDecoder:
         if self._handle is not None:
             self._library.baton_decoder_free(self._handle)
             self._handle = None
+
+
+# ---------------------------------------------------------------------------- sampling, of `src/sampling.h`
+class Sampling(ctypes.Structure):
+    """Sampling parameters of S rows, as in `src/sampling.h`. Without arrays, every row takes its likeliest token."""
+
+    _fields_ = (
+        ("temperatures", _Pointer),
+        ("top_ks", _Pointer),
+        ("top_ps", _Pointer),
+        ("min_ps", _Pointer),
+        ("uniforms", _Pointer),
+    )
+
+    @classmethod
+    def of(
+        cls,
+        temperatures_S: np.ndarray,
+        top_ks_S: np.ndarray,
+        top_ps_S: np.ndarray,
+        min_ps_S: np.ndarray,
+        uniforms_S: np.ndarray,
+    ) -> Sampling:
+        """Make the struct of float32, int64, float32, float32 and float64 arrays, which the caller keeps alive."""
+        arrays = (temperatures_S, top_ks_S, top_ps_S, min_ps_S, uniforms_S)
+        assert [str(array.dtype) for array in arrays] == ["float32", "int64", "float32", "float32", "float64"]
+        return cls(*(array.ctypes.data for array in arrays))
+
+
+def sample(
+    team: Team,
+    logits_SV: torch.Tensor,
+    sampling: Sampling,
+    rows_S: torch.Tensor,
+    last_token_R: torch.Tensor,
+) -> torch.Tensor:
+    """Return the next token ids, int64 [S]. They are also written to `last_token_R[rows_S]`, int64.
+
+    `logits_SV` is float32, and a row that draws is overwritten. Raises MemoryError.
+    """
+    num_rows, vocab_size = logits_SV.shape
+    assert logits_SV.dtype == torch.float32 and logits_SV.is_contiguous()
+    assert rows_S.dtype == last_token_R.dtype == torch.int64 and len(rows_S) == num_rows
+    token_ids_S = torch.empty(num_rows, dtype=torch.int64)
+    check_status(
+        team.library.baton_sample(
+            team.handle,
+            logits_SV.data_ptr(),
+            num_rows,
+            vocab_size,
+            ctypes.byref(sampling),
+            rows_S.data_ptr(),
+            last_token_R.data_ptr(),
+            token_ids_S.data_ptr(),
+        )
+    )
+    return token_ids_S

@@ -12,7 +12,7 @@ from pathlib import Path
 from shared.kernels.cpu.build import NativeUnavailable, cpu_flags, do_nothing, open_library
 
 SRC = Path(__file__).parent / "src"
-NEEDED_CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+NEEDED_CPU_FLAGS = ("avx2", "fma")
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64

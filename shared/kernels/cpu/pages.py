@@ -19,7 +19,7 @@ _ARGUMENTS = (
 
 
 class NativePageMover:
-    """A PageMover in C++. It has a library of its own, since it needs no AVX-512. Raises NativeUnavailable."""
+    """A PageMover in C++. It has a library of its own, since it needs no AVX2. Raises NativeUnavailable."""
 
     name = "native"
 

@@ -351,10 +351,13 @@ class PagedAttention:
         k_pages_NKSD: torch.Tensor,
         v_pages_NKSD: torch.Tensor,
         words: torch.Tensor,
+        *,
+        may_cut: bool = True,
     ) -> torch.Tensor:
         """Return the attention [T, H, D] of the tokens that have work; other tokens get anything.
 
         `words` is an input block, int32, with the page table and `AttentionWork.words` at the places that it tells.
+        Without `may_cut` the work has no merges.
         """
         num_tokens, num_heads, head_dim = q_THD.shape
         assert (
@@ -369,7 +372,8 @@ class PagedAttention:
             q_THD, k_pages_NKSD, v_pages_NKSD, out_THD, *workspace, q_THD.stride(0), self.workspace_rows, scale,
             **self._constants, **self._options,
         )  # fmt: skip
-        merge_kernel[(self._num_merge_programs,)](
-            out_THD, *workspace, self.workspace_rows, **merge_constants(self._constants), **MERGE_OPTIONS
-        )
+        if may_cut:
+            merge_kernel[(self._num_merge_programs,)](
+                out_THD, *workspace, self.workspace_rows, **merge_constants(self._constants), **MERGE_OPTIONS
+            )
         return out_THD

@@ -113,6 +113,11 @@ def attention_work(
     )
 
 
+def has_merges(words: np.ndarray) -> bool:
+    """Tell whether `AttentionWork.words` have a merge."""
+    return bool(words[1])
+
+
 def most_words(
     num_tokens: int,
     num_sequences: int,

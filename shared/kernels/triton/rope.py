@@ -17,16 +17,17 @@ HEADS = 8
 
 
 @triton.jit
-def rotary_kernel(positions, frequencies, cos, sin, R: tl.constexpr, BLOCK: tl.constexpr):
+def rotary_kernel(positions, waves, cos, sin, R: tl.constexpr, BLOCK: tl.constexpr):
     """One program a token."""
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < R
-    frequency = tl.load(frequencies + i, mask=inside, other=0.0)
+    frequency = tl.load(waves + i, mask=inside, other=0.0)
+    amplitude = tl.load(waves + R + i, mask=inside, other=0.0)
     angle = tl.load(positions + t).to(tl.float32) * frequency
     dtype = cos.dtype.element_ty
-    tl.store(cos + t * R + i, tl.cos(angle).to(dtype), mask=inside)
-    tl.store(sin + t * R + i, tl.sin(angle).to(dtype), mask=inside)
+    tl.store(cos + t * R + i, (tl.cos(angle) * amplitude).to(dtype), mask=inside)
+    tl.store(sin + t * R + i, (tl.sin(angle) * amplitude).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -129,16 +130,16 @@ def num_warps(head_dim: int) -> int:
 
 
 def rotary(
-    positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype
+    positions_T: torch.Tensor, waves_2R: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine, [T, R] each."""
-    num_tokens, num_pairs = len(positions_T), len(frequencies_R)
+    """Return cosine and sine, [T, R] each, of frequencies and times amplitudes, the rows of `waves_2R`."""
+    num_tokens, num_pairs = len(positions_T), waves_2R.shape[1]
     cos_TR, sin_TR = (
         torch.empty((num_tokens, num_pairs), dtype=dtype, device=positions_T.device) for _ in range(2)
     )
     rotary_kernel[(num_tokens,)](
         positions_T,
-        frequencies_R,
+        waves_2R,
         cos_TR,
         sin_TR,
         R=num_pairs,

@@ -57,14 +57,6 @@ def partial_answers_stream() -> None:
 
 
 @check
-def the_raw_answer_comes_along() -> None:
-    client = instructor.from_openai(OpenAI(**options), mode=instructor.Mode.JSON_SCHEMA)
-    plan, answer = client.chat.completions.create_with_completion(response_model=Plan, **asked)
-    assert Plan.model_validate_json(answer.choices[0].message.content).model_dump() == plan.model_dump()
-    assert answer.usage.completion_tokens > 0
-
-
-@check
 def tools_mode() -> None:
     """The default of instructor: it forces a call of the function that the model stands for."""
     client = instructor.from_openai(OpenAI(**options))

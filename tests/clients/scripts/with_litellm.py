@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import litellm
@@ -59,13 +58,6 @@ def completion_stream() -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == expected("/v1/chat/completions", messages=MESSAGES)["message"]["content"]
     assert litellm.stream_chunk_builder(chunks, messages=MESSAGES).usage.completion_tokens == 24
-
-
-@check
-async def acompletion() -> None:
-    calls = [litellm.acompletion(model=CHAT, messages=MESSAGES, **served, **greedy) for _ in range(4)]
-    texts = {answer.choices[0].message.content for answer in await asyncio.gather(*calls)}
-    assert texts == {expected("/v1/chat/completions", messages=MESSAGES)["message"]["content"]}
 
 
 @check

@@ -77,14 +77,6 @@ def usage_comes_last_when_asked_for() -> None:
 
 
 @check
-async def sixteen_at_once_get_what_one_alone_gets() -> None:
-    alone = client.completions.create(prompt=PROMPT, **greedy).choices[0].text
-    async with aio() as many:
-        answers = await asyncio.gather(*(many.completions.create(prompt=PROMPT, **greedy) for _ in range(16)))
-    assert {a.choices[0].text for a in answers} == {alone}
-
-
-@check
 async def async_streams() -> None:
     whole = client.completions.create(prompt=PROMPT, **greedy).choices[0].text
     async with aio() as one:
@@ -122,30 +114,6 @@ def echo_gives_the_prompts_logprobs() -> None:
     assert choice.logprobs.token_logprobs[0] is None
     assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
     assert answer.usage.completion_tokens == 0
-
-
-@check
-def n_choices_and_seeds() -> None:
-    sampled = {"model": MODEL, "max_tokens": 16, "temperature": 1.0, "seed": 7, "n": 3}
-    first = client.chat.completions.create(messages=MESSAGES, **sampled)
-    again = client.chat.completions.create(messages=MESSAGES, **sampled)
-    texts = [choice.message.content for choice in first.choices]
-    assert [choice.index for choice in first.choices] == [0, 1, 2] and len(set(texts)) > 1
-    assert texts == [choice.message.content for choice in again.choices]
-
-
-@check
-def several_prompts_answer_in_order() -> None:
-    prompts = [PROMPT, "import os\n", "class Path:\n"]
-    together = client.completions.create(prompt=prompts, **greedy)
-    alone = [client.completions.create(prompt=p, **greedy).choices[0].text for p in prompts]
-    assert [c.text for c in sorted(together.choices, key=lambda c: c.index)] == alone
-
-
-@check
-def stop_strings_end_the_text() -> None:
-    answer = client.completions.create(prompt=PROMPT, stop=["\n"], **greedy)
-    assert answer.choices[0].finish_reason == "stop" and "\n" not in answer.choices[0].text
 
 
 class Verdict(BaseModel):
@@ -224,12 +192,6 @@ def unknown_models_and_routes_are_not_found() -> None:
     assert error.code == "model_not_found"
     raises(openai.NotFoundError, lambda: client.models.retrieve("gpt-4"))
     raises(openai.NotFoundError, lambda: client.embeddings.create(model=MODEL, input="x"))
-
-
-@check
-def a_prompt_that_is_too_long_is_a_bad_request() -> None:
-    error = raises(openai.BadRequestError, lambda: client.completions.create(prompt=[5] * 4000, **greedy))
-    assert "2048" in error.message, error.message
 
 
 @check

@@ -13,6 +13,8 @@ BUILDS = {
     "as-built": (),
     "emulated-amx": ("-DBATON_EMULATE_AMX",),
     "plain-avx512": ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512vbmi", "-mno-amx-tile"),
+    "avx2": ("-mno-avx512f", "-mno-amx-tile"),
+    "plain-avx2": ("-mno-avx512f", "-mno-avxvnni", "-mno-amx-tile"),
 }
 
 

@@ -45,17 +45,17 @@ def rms_norm(team: Team, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float)
     return out_TD
 
 
-def rotary_cos_sin(team: Team, positions_T: torch.Tensor, frequencies_R: torch.Tensor) -> torch.Tensor:
-    """[T, 2, R] in float32: cosine, then sine of every angle."""
+def rotary_cos_sin(team: Team, positions_T: torch.Tensor, waves_2R: torch.Tensor) -> torch.Tensor:
+    """[T, 2, R] in float32: cosine, then sine of every angle, times amplitudes. `waves_2R` is as in rotary_waves."""
     _check(positions_T, torch.int64)
-    _check(frequencies_R, torch.float32)
-    cos_sin_T2R = torch.empty(len(positions_T), 2, len(frequencies_R))
+    _check(waves_2R, torch.float32)
+    cos_sin_T2R = torch.empty(len(positions_T), 2, waves_2R.shape[1])
     kernel(team, "baton_rotary_cos_sin")(
         team.handle,
         positions_T.data_ptr(),
         len(positions_T),
-        frequencies_R.data_ptr(),
-        len(frequencies_R),
+        waves_2R.data_ptr(),
+        waves_2R.shape[1],
         cos_sin_T2R.data_ptr(),
     )
     return cos_sin_T2R

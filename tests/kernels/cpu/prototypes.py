@@ -14,6 +14,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
         ("baton_linear", "baton_linear_float", "baton_linear_add", "baton_linear_silu_mul"),
         (_Pointer, _Pointer, _Int, _Pointer, _Pointer),
     ),
+    "baton_experts": (_Pointer, _Pointer, _Pointer, _Pointer, _Int, _Pointer),
     "baton_quantize": (_Pointer, _Pointer, _Int, _Pointer),
     "baton_rms_norm_codes": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     **dict.fromkeys(

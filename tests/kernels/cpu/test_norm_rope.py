@@ -13,6 +13,8 @@ import torch
 
 from shared.kernels.cpu.library import Team
 from shared.kernels.row_codes import quantize_rows, split_codes
+from shared.model.rope import Rope
+from shared.model.rotary import rotary_waves
 from tests.kernels.cpu.norm_rope import KVPlaces, embed, norm_rope_write, rms_norm, rotary_cos_sin
 from tests.kernels.cpu.test_linear import BF16, U, assert_within
 
@@ -39,10 +41,11 @@ def test_rotary_cos_sin(team: Team, half: int) -> None:
     """The angle is the float32 product, as in transformers; what is made of it is good to some units of float32."""
     positions_T = torch.tensor([0, 1, 2, 77, 4095, 131_071, 1_000_003])
     frequencies_R = 1.0 / 10_000.0 ** (torch.arange(half) / half)
+    amplitudes_R = torch.linspace(0.5, 1.5, half)
     angles_TR = (positions_T.float()[:, None] * frequencies_R).double()
-    cos_sin_T2R = rotary_cos_sin(team, positions_T, frequencies_R)
-    expected = torch.stack([angles_TR.cos(), angles_TR.sin()], 1)
-    assert_within(cos_sin_T2R, expected, torch.full_like(expected, 4 * U))
+    cos_sin_T2R = rotary_cos_sin(team, positions_T, torch.stack([frequencies_R, amplitudes_R]))
+    expected = torch.stack([angles_TR.cos(), angles_TR.sin()], 1) * amplitudes_R
+    assert_within(cos_sin_T2R, expected, (5 * U * amplitudes_R).expand_as(expected))
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def test_norm_rope_write(team: Team, heads: Heads) -> None:
     qkv_TND = torch.randn(T, H + 2 * K, D).bfloat16()
     norm_ND = torch.randn(H + K, D) if heads.qk_norm else None
     cos_sin_T2R = rotary_cos_sin(
-        team, torch.arange(T) * 13, 1.0 / 10_000.0 ** (torch.arange(D // 2) / (D // 2))
+        team, torch.arange(T) * 13, rotary_waves(Rope(theta=10_000.0, rotary_dim=D), D, torch.device("cpu"))
     )
     num_pages = T + 2
     k_pages, v_pages = (torch.full((num_pages, K, S, D), 50.0, dtype=torch.bfloat16) for _ in range(2))

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
 
+import numpy as np
+import pytest
 import torch
 import xxhash
 
-from shared.kernels.cpu.library import Team, numerics
-from shared.model.linear import QuantizedLinear
-from tests.kernels.cpu.attention import extend_attention
-from tests.kernels.cpu.linear import PackedLinear, dense, linear_silu_mul
+from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.decoder import Sampling, sample
+from shared.kernels.cpu.library import Team, load_library, numerics
+from shared.model.linear import Linear, QuantizedLinear
+from tests.kernels.cpu.attention import decode_attention, extend_attention
+from tests.kernels.cpu.conftest import BUILDS
+from tests.kernels.cpu.linear import PackedLinear, dense, linear_float, linear_silu_mul
+from tests.kernels.cpu.norm_rope import KVPlaces, norm_rope_write, rms_norm, rotary_cos_sin
 
 DIGESTS = {
     "1/amx": 0xD80805EBBF9ECB04,
     "1/avx512_bf16": 0xEB036F64580ACB16,
-    "1/avx512": 0x88C8081671C8748B,
+    "1/fma": 0x88C8081671C8748B,
 }
 """Where a change of the kernels gives other bits, BATON_SUMS in `src/numerics.cpp` has to be raised."""
 
@@ -61,3 +70,75 @@ def test_quantized_layers_have_the_same_bits_by_any_instructions(team: Team) -> 
             gated = linear_silu_mul(team, values(70, 320, seed=7), PackedLinear(team, layer, is_gate_up=True))
             digest.update(gated.view(torch.int16).numpy().tobytes())
     assert hex(digest.intdigest()) == hex(QUANTIZED_DIGEST)
+
+
+def results(team: Team) -> Iterator[tuple[str, torch.Tensor]]:
+    """What every kernel makes of the same inputs, of sizes that leave parts of vectors empty."""
+    torch.manual_seed(0)
+    size, num_tokens, heads, kv_heads, dim = 328, 900, 8, 2, 80
+    x_TD = torch.randn(70, size) * torch.logspace(-30, 8, 70)[:, None]
+    yield "rms_norm", rms_norm(team, x_TD, torch.randn(size), 1e-5)
+    positions_T = torch.randint(0, 1 << 20, (num_tokens,))
+    cos_sin = rotary_cos_sin(team, positions_T, torch.logspace(0, -5, dim // 2))
+    yield "rotary_cos_sin", cos_sin
+    qkv_TND = 4 * torch.randn(num_tokens, heads + 2 * kv_heads, dim).bfloat16()
+    norm_ND = torch.rand(heads + kv_heads, dim)
+    table = torch.randperm(60).int()[None]
+    places_T = table[0, torch.arange(num_tokens) // 16].long(), torch.arange(num_tokens) % 16
+    for dtype, nbytes in ((torch.bfloat16, 0), (torch.int8, 4)):
+        k, v = (torch.zeros(60, kv_heads, 16, dim + nbytes, dtype=dtype) for _ in range(2))
+        q = norm_rope_write(team, qkv_TND, norm_ND, 1e-6, cos_sin, KVPlaces(k, v, *places_T))
+        yield from ((f"{name} {dtype}", pages) for name, pages in zip("qkv", (q, k, v), strict=True))
+        yield f"decode {dtype}", decode_attention(team, q[-1:].contiguous(), k, v, table, [num_tokens])
+        yield f"extend {dtype}", extend_attention(team, q, k, v, table, [0], [num_tokens])
+    rows = torch.randn(13, size).bfloat16() * torch.logspace(-3, 3, 13).bfloat16()[:, None]
+    codes = torch.randint(0, 256, (130, size), dtype=torch.uint8)
+    layers: list[Linear] = []
+    for bits, group in ((8, size), (4, 8)):
+        scales = torch.rand(130, size // group)
+        zeros = codes[:, : size // group] >> (8 - bits)
+        layers += [
+            QuantizedLinear(
+                codes_NK=codes >> (8 - bits), bits=bits, scales_NG=scales, zeros_NG=zeros, is_weight_only=only
+            )
+            for only in (False, True)
+        ]
+    packed = [PackedLinear(team, layer) for layer in layers]
+    packed.append(dense(team, torch.randn(130, size).bfloat16(), torch.randn(130)))
+    for m in (1, 2, 3, 4, 5, 13):
+        yield from ((f"layer {i} m{m}", linear_float(team, rows[:m], w)) for i, w in enumerate(packed))
+    gate_up = dense(team, torch.randn(130, size).bfloat16(), is_gate_up=True)
+    yield "silu_mul", linear_silu_mul(team, rows, gate_up)
+    logits = 6 * torch.randn(8, 3001)
+    arrays = (
+        np.full(8, 0.7, np.float32),
+        np.full(8, 400),
+        np.full(8, 0.9, np.float32),
+        np.zeros(8, np.float32),
+    )
+    draws = Sampling.of(*arrays, np.linspace(0, 0.99, 8))
+    yield "sample", sample(team, logits, draws, torch.arange(8), torch.zeros(8, dtype=torch.int64))
+    yield "probabilities", logits
+
+
+def test_builds_with_one_name_give_the_same_bits() -> None:
+    builds: defaultdict[str, list[str]] = defaultdict(list)
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    for build, flags in BUILDS.items():
+        try:
+            library = load_library(*flags)
+        except NativeUnavailable as e:
+            pytest.skip(f"NO NATIVE KERNELS: {e}")
+        builds[numerics(library)].append(build)
+        team = Team(library, [0])
+        seen[build] = dict(results(team))
+        team.close()
+    assert {"plain-avx512", "avx2", "plain-avx2"} <= set(builds["1/fma"])
+    for alike in builds.values():
+        for one, other in pairwise(alike):
+            parted = [name for name, x in seen[one].items() if not same_bits(x, seen[other][name])]
+            assert not parted, (one, other)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))

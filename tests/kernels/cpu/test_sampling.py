@@ -11,8 +11,8 @@ import torch
 
 from shared.engine.sampler import draw
 from shared.engine.sampling_inputs import DrawInputs
+from shared.kernels.cpu.decoder import Sampling, sample
 from shared.kernels.cpu.library import Team
-from shared.kernels.cpu.sampling import Sampling, sample
 from tests.patience import PATIENCE_S
 
 PARAMS = {  # temperature, top-k, top-p, min-p
@@ -145,7 +145,7 @@ def test_want_of_memory_is_an_error_of_this_call_alone() -> None:
         import torch
 
         from shared.kernels.cpu.library import Team, load_library
-        from shared.kernels.cpu.sampling import Sampling, sample
+        from shared.kernels.cpu.decoder import Sampling, sample
 
         rows, vocab_size = 2, 10_000_000
         arrays = [np.full(rows, value, dtype) for value, dtype in

@@ -220,32 +220,63 @@ def row_codes_configuration(group_size: int, *, has_order: bool) -> Configuratio
     )
 
 
-def sample_configuration(name: str, all_greedy: bool) -> Configuration:
-    """`sample_kernel` over 151936 tokens."""
-    drawn = {
-        **pointers("fp32", "temperatures", "top_ps", "min_ps", "scratch"),
+def sample_configurations() -> list[Configuration]:
+    """The kernels of `sampling` over 151936 tokens."""
+    of_rows = {
+        **pointers("fp32", "temperatures", "top_ps", "min_ps"),
         **pointers("i64", "top_ks"),
-        **pointers("fp64", "uniforms"),
     }
-    return Configuration(
-        name=f"sample-{name}",
-        kernel=sampling.sample_kernel,
-        types={
-            **pointers("fp32", "logits"),
-            **pointers("i64", "rows", "last_tokens", "token_ids"),
-            **({} if all_greedy else drawn),
-            "V": "i32",
-        },
-        divisible=("V",),
-        constants={
-            "ALL_GREEDY": all_greedy,
-            "NUM_BLOCKS": 64,
-            "BLOCK": TritonTokens().block,
-            "FEW": TritonTokens().few,
-        }
-        | (dict.fromkeys(drawn) if all_greedy else {}),
-        options=same_everywhere(num_warps=16, enable_fp_fusion=False),
-    )
+    table = {**pointers("fp32", "tops"), **pointers("i32", "counts"), **pointers("i64", "masses")}
+    few = {**pointers("fp32", "few"), **pointers("i32", "few_ids")}
+    tokens = TritonTokens()
+    constants = {"BLOCK": tokens.block, "NUM_BLOCKS": 64}
+    logits = pointers("fp32", "logits")
+    drawn = {**of_rows, **pointers("fp64", "uniforms"), **table, **few}
+    greedy = {name: kind for name, kind in drawn.items() if name == "tops"}
+    parts = [
+        Configuration(
+            name="sample-top",
+            kernel=sampling.top_kernel,
+            types={**logits, **pointers("fp32", "tops"), **pointers("i32", "likeliest"), "V": "i32"},
+            divisible=("V",),
+            constants={"BLOCK": tokens.block},
+            options=same_everywhere(**sampling.OPTIONS),
+        ),
+        Configuration(
+            name="sample-octaves",
+            kernel=sampling.octaves_kernel,
+            types={**logits, **pointers("fp32", "temperatures"), **table, "V": "i32"},
+            divisible=("V",),
+            constants=constants,
+            options=same_everywhere(**sampling.OPTIONS),
+        ),
+        Configuration(
+            name="sample-candidates",
+            kernel=sampling.candidates_kernel,
+            types={**logits, **of_rows, **table, **few, "V": "i32"},
+            divisible=("V",),
+            constants={**constants, "FEW": tokens.few},
+            options=same_everywhere(**sampling.OPTIONS),
+        ),
+    ]
+    for name, types in (("drawn", drawn), ("greedy", greedy)):
+        out = pointers("i32", "likeliest") | pointers("i64", "rows", "last_tokens", "token_ids")
+        draw = Configuration(
+            name=f"sample-{name}",
+            kernel=sampling.draw_kernel,
+            types={**logits, **types, **out, "V": "i32", "num_blocks": "i32"},
+            divisible=("V",),
+            constants={
+                **constants,
+                "FEW": tokens.few,
+                "ALL_GREEDY": types is greedy,
+                **dict.fromkeys(drawn.keys() - types.keys()),
+            },
+            options=same_everywhere(**sampling.DRAW_OPTIONS),
+            min_wide_loads=int(types is drawn),
+        )
+        parts.append(draw)
+    return parts
 
 
 OTHERS = [
@@ -259,7 +290,7 @@ OTHERS = [
     Configuration(
         name="rotary",
         kernel=rope.rotary_kernel,
-        types=pointers("i64", "positions") | pointers("fp32", "frequencies") | pointers("bf16", "cos", "sin"),
+        types=pointers("i64", "positions") | pointers("fp32", "waves") | pointers("bf16", "cos", "sin"),
         constants={"R": 64, "BLOCK": 64},
         options=same_everywhere(num_warps=1, enable_fp_fusion=False),
         min_wide_loads=0,
@@ -368,8 +399,7 @@ CONFIGURATIONS = [
     row_codes_configuration(4096, has_order=False),
     row_codes_configuration(128, has_order=False),
     row_codes_configuration(128, has_order=True),
-    sample_configuration("drawn", all_greedy=False),
-    sample_configuration("greedy", all_greedy=True),
+    *sample_configurations(),
     pages_configuration(scatter=False),
     pages_configuration(scatter=True),
     *OTHERS,

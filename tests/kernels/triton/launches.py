@@ -31,19 +31,21 @@ from tests.meta_rig import META, MetaRig
 from tests.token_engine import token_model_config
 
 ARCH = 90
-MODEL = replace(
-    token_model_config(),
+MODEL = partial(
+    token_model_config,
     vocab_size=151936,
     hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
+    num_attention_heads=32,
+    num_key_value_heads=8,
     head_dim=128,
     intermediate_size=14336,
 )
 """One layer of an 8B."""
+QWEN2, QWEN3 = {"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["Qwen3ForCausalLM"]}
 FORWARDS: list[tuple[list[Extend], list[tuple[int, int]]]] = [
     *(([Extend(0, 0, [0] * length)], []) for length in (1, 16, 256, 2048)),
     ([], [(0, 40)]),
+    ([], [(0, 4000)]),
     ([Extend(0, 3, [0, 0])], [(1, 7), (2, 70)]),
 ]
 """An argument of 1 would be a constant, and the binary another one."""
@@ -102,13 +104,13 @@ def launch_all() -> None:
     exact = ExactLinear(132)
     for changes, product, kv_dtype in (
         ({}, exact, torch.bfloat16),
-        ({"qk_norm": True}, exact, torch.bfloat16),
-        ({"qkv_bias": True}, exact, torch.bfloat16),
+        (QWEN3, exact, torch.bfloat16),
+        (QWEN2, exact, torch.bfloat16),
         ({}, linear, torch.bfloat16),
         ({}, linear, torch.int8),
-        ({"qk_norm": True}, exact, torch.int8),
+        (QWEN3, exact, torch.int8),
     ):
-        model = replace(MODEL, **changes)
+        model = MODEL(**changes)
         kernels = partial(make_triton_kernels, model, torch.bfloat16, product=product, numerics="")
         rig = MetaRig(model, make_kernels=kernels, context_length=4096, kv_dtype=kv_dtype)
         for extends, decodes in FORWARDS:

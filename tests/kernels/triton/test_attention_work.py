@@ -16,6 +16,7 @@ from shared.kernels.triton.attention_work import (
     SPLIT_UNIT,
     AttentionWork,
     attention_work,
+    has_merges,
     most_words,
 )
 
@@ -109,9 +110,10 @@ def test_every_row_is_computed_once(
 
 
 def test_few_long_sequences_are_cut_and_many_are_not() -> None:
-    assert len(work_of([(10 * SPLIT, 1)], 4, 100, 10**6).items_I8) == 11
+    few = work_of([(10 * SPLIT, 1)], 4, 100, 10**6)
+    assert len(few.items_I8) == 11 and has_merges(few.words())
     many = work_of([(10 * SPLIT, 1)] * 1000, 4, 100, 10**6)
-    assert len(many.items_I8) == 1000 and len(many.merges_M8) == 0
+    assert len(many.items_I8) == 1000 and not has_merges(many.words())
 
 
 def test_splits_follow_from_what_there_is_to_do() -> None:

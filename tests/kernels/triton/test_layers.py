@@ -16,6 +16,8 @@ from shared.kernels.triton.norm import add_norm
 from shared.kernels.triton.rope import norm_rope_write, rotary
 from shared.kernels.triton.silu_mul import silu_mul
 from shared.model import layers
+from shared.model.rope import Rope
+from shared.model.rotary import rotary_waves
 from tests.device import device
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -63,9 +65,10 @@ def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_pairs", [1, 12, 64])
 def test_rotary(num_pairs: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 7, 4095, 131071])
-    frequencies = 1.0 / 10000.0 ** (torch.arange(num_pairs) / num_pairs)
-    cos_T1D, sin_T1D = layers.rotary_cos_sin(positions, frequencies, dtype)
-    cos_TR, sin_TR = rotary(positions, frequencies, dtype)
+    waves = rotary_waves(Rope(theta=10_000.0, rotary_dim=2 * num_pairs), 2 * num_pairs, positions.device)
+    waves[1] = torch.linspace(0.5, 1.5, num_pairs)
+    cos_T1D, sin_T1D = layers.rotary_cos_sin(positions, waves, dtype)
+    cos_TR, sin_TR = rotary(positions, waves, dtype)
     assert_close(cos_TR, cos_T1D[:, 0, :num_pairs])
     assert_close(sin_TR, sin_T1D[:, 0, :num_pairs])
 
@@ -101,11 +104,11 @@ def test_norm_rope_write(shape: Shape, has_norm: bool, dtype: torch.dtype) -> No
     pages_T, offsets_T = torch.tensor([5, 2, 6]), torch.tensor([0, S - 1, S // 2])
     qkv = randn(3, H + 2 * K, D, dtype=dtype)
     weight = randn(H + K, D, dtype=dtype, seed=1) if has_norm else None
-    frequencies = 1.0 / 10000.0 ** (torch.arange(D // 2) / (D // 2))
+    waves = rotary_waves(Rope(theta=10_000.0, rotary_dim=D), D, positions.device)
     k_pages, v_pages = (torch.full((7, K, S, D), fill, dtype=dtype) for fill in (3.0, 4.0))
     expected_k, expected_v = k_pages.clone(), v_pages.clone()
 
-    cos_T1D, sin_T1D = layers.rotary_cos_sin(positions, frequencies, dtype)
+    cos_T1D, sin_T1D = layers.rotary_cos_sin(positions, waves, dtype)
     qk, v = qkv[:, : H + K], qkv[:, H + K :]
     qk = qk if weight is None else layers.rms_norm(qk, weight, EPS)
     expected_q, k = torch.split(layers.apply_rotary(qk, cos_T1D, sin_T1D), [H, K], dim=1)

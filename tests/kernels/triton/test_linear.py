@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
@@ -114,6 +112,6 @@ def test_a_tile_with_other_bits_is_refused(depth: int, tile: Tile, monkeypatch: 
         return out * 1.01 if used is tile and x.shape[1] == depth else out
 
     monkeypatch.setattr(module, "linear", broken)
-    config = replace(token_model_config(), hidden_size=DEPTHS[0], intermediate_size=DEPTHS[1])
+    config = token_model_config(hidden_size=DEPTHS[0], intermediate_size=DEPTHS[1])
     with pytest.raises(ConfigError, match=r"--exact: on .* products of few rows have other bits"):
         require_exact(ExactLinear(7), config, torch.float32, device())

@@ -23,8 +23,7 @@ from shared.engine.model_runner import Forwarded, ModelRunner
 from shared.engine.sampling_inputs import VocabMask
 from shared.engine.uploads import StartCopy, Uploads
 from shared.kernels.triton.pages import TritonPageMover
-from shared.kvcache.allocator import PageAllocator
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageAllocator, PageCopy
 from shared.kvcache.host_pool import HostKVPool
 from shared.kvcache.page_digest import chunk_digest
 from shared.kvcache.page_mover import TorchPageMover

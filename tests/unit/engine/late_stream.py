@@ -12,7 +12,7 @@ import numpy as np
 
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import VocabMask
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.scheduling.commit import Sampled
 
 

@@ -140,7 +140,7 @@ class TestNumPages:
             self.num_pages(CacheOptions(mem_fraction_static=1e-12))
 
     def test_weights_that_are_larger_than_all_memory_are_refused_unread(self, tmp_path: Path) -> None:
-        vast = replace(MODEL, hidden_size=1 << 20, intermediate_size=1 << 22)
+        vast = token_model_config(hidden_size=1 << 20, intermediate_size=1 << 22)
         shape = EngineShape(
             name="vast",
             model=vast,

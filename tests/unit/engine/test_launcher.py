@@ -16,7 +16,7 @@ from shared.engine.loop_parts import new_launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import VocabMask
 from shared.grammar.state import GrammarState
-from shared.kvcache.host_pages import PageCopy
+from shared.kvcache.allocator import PageCopy
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from shared.scheduling.batcher import Batcher

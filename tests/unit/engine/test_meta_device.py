@@ -5,7 +5,6 @@ The test of Triton's launches shows the same of the kernels of a GPU (tests/kern
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +19,12 @@ from tests.token_engine import token_model_config
 
 MODELS = {
     "llama": token_model_config(),
-    "qwen2": replace(token_model_config(), qkv_bias=True, num_heads=4, num_kv_heads=2),
-    "qwen3": replace(token_model_config(), qk_norm=True, tie_word_embeddings=False, num_layers=2),
+    "qwen2": token_model_config(
+        architectures=["Qwen2ForCausalLM"], num_attention_heads=4, num_key_value_heads=2
+    ),
+    "qwen3": token_model_config(
+        architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False, num_hidden_layers=2
+    ),
 }
 EXTENDS = [Extend(0, 16, [5, 6, 7]), Extend(3, 0, [8]), Extend(1, 0, [9, 10])]
 DECODES = [(2, 4), (4, 30)]

@@ -18,6 +18,7 @@ from shared.kvtransfer.sides import TransferSides
 from shared.kvtransfer.states import ReceiveFailed, SendEnded
 from shared.protocol.messages import PROTOCOL_VERSION, Cancel, Drained, ReqKey, Role, RouterHello, SetRole
 from shared.protocol.router_port import RouterPort
+from tests.forked import context
 from tests.modelzoo import make_model
 from tests.patience import PATIENCE_S
 from tests.unit.protocol.conftest import Party
@@ -117,7 +118,7 @@ def change_roles_and_stop(role: Role, folder: Path) -> None:
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_node(role: Role, scenario: Callable[[Role, Path], None], tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", num_hidden_layers=2)
-    node = multiprocessing.get_context("spawn").Process(target=scenario, args=(role, folder))
+    node = context().Process(target=scenario, args=(role, folder))
     node.start()
     node.join(PATIENCE_S)
     assert node.exitcode == 0
@@ -135,7 +136,7 @@ def load_without_a_gpu(value: str | None) -> None:
 
 @pytest.mark.parametrize("value", [None, "8"])
 def test_hardware_queues_are_set_before_a_gpu_is_looked_for(value: str | None) -> None:
-    node = multiprocessing.get_context("spawn").Process(target=load_without_a_gpu, args=(value,))
+    node = context().Process(target=load_without_a_gpu, args=(value,))
     node.start()
     node.join(PATIENCE_S)
     assert node.exitcode == 0
@@ -172,7 +173,7 @@ def fail(folder: Path, addresses: Connection) -> None:
 def test_a_node_that_ends_by_an_error_says_so_first(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", num_hidden_layers=2)
     addresses, theirs = multiprocessing.Pipe(duplex=False)
-    node = multiprocessing.get_context("spawn").Process(target=fail, args=(folder, theirs))
+    node = context().Process(target=fail, args=(folder, theirs))
     node.start()
     router = Party("router", None).start()
     try:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.engine.sampling_inputs import VocabMask
-from shared.engine.vocab_mask import apply_vocab_mask, fill_vocab_mask, must_wait_for_commit
+from shared.engine.sampling_inputs import VocabMask, apply_vocab_mask, fill_vocab_mask, must_wait_for_commit
 from shared.grammar.state import GrammarState
 from shared.protocol.messages import Finish, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch
 from shared.config import TransferOptions
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import ReqKey
+from tests.forked import context
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
     RealNode,
@@ -28,7 +28,6 @@ from tests.unit.kvtransfer.looks import num_live, num_slots_out, peer_states
 
 torch.set_num_threads(1)
 NUM_PAGES = 4096  # 128 MB: long enough to die in the middle
-SPAWN = multiprocessing.get_context("spawn")  # a process must not fork once it has built a link
 
 
 class Decode:
@@ -49,7 +48,7 @@ class Decode:
     def spawn(self) -> BaseProcess:
         name = f"p{len(self.processes) + 1}"
         args = (name, self.node.ref, NUM_PAGES, self.options)
-        process = SPAWN.Process(target=prefill_process, args=args, daemon=True)
+        process = context().Process(target=prefill_process, args=args, daemon=True)
         process.start()
         self.processes.append(process)
         self.until(lambda: num_live(self.side) == 1)

@@ -18,8 +18,8 @@ class DenseOps:
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         return embedding(input_ids_T, table_VD)
 
-    def rotary(self, positions_T: torch.Tensor, frequencies_R: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        return rotary_cos_sin(positions_T, frequencies_R, dtype)
+    def rotary(self, positions_T: torch.Tensor, waves_2R: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        return rotary_cos_sin(positions_T, waves_2R, dtype)
 
     def add_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, eps: float

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from shared.errors import ModelError
-from shared.model.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, load_model_config
+from shared.model.config import ModelConfig, load_model_config
+from shared.model.layer_records import Attention, DenseMlp, Layer, Projection
+from shared.model.rope import LinearScaling, Llama3Scaling, Rope
 from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID
 from tests.patience import PATIENCE_S
 from tests.unit.model.conftest import ModelFolder
@@ -32,9 +34,33 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LLAMA3 = Rope(
+    theta=5e5,
+    rotary_dim=16,
+    scaling=Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+)
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def llama_layer(name: str) -> Layer:
+    q, kv = f"{name}.self_attn.q_proj", {f"{name}.self_attn.{each}_proj": 32 for each in "kv"}
+    return Layer(
+        attention_norm=f"{name}.input_layernorm.weight",
+        attention=Attention(
+            qkv=Projection({q: 64} | kv, 64),
+            qk_norms=None,
+            o=Projection({f"{name}.self_attn.o_proj": 64}, 64),
+        ),
+        mlp_norm=f"{name}.post_attention_layernorm.weight",
+        mlp=DenseMlp(
+            gate_up=Projection({f"{name}.mlp.gate_proj": 128, f"{name}.mlp.up_proj": 128}, 64),
+            down=Projection({f"{name}.mlp.down_proj": 64}, 128),
+        ),
+    )
 
 
 def load(folder: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -50,20 +76,14 @@ def test_a_plain_llama(tmp_path: Path) -> None:
         model_type="llama",
         vocab_size=512,
         hidden_size=64,
-        num_layers=3,
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
-        intermediate_size=128,
+        layers=tuple(llama_layer(f"model.layers.{i}") for i in range(3)),
         rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        rope_scaling=None,
+        rope=Rope(theta=10_000.0, rotary_dim=16),
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         sliding_window=None,
         dtype="float32",
         eos_token_ids=(),
@@ -73,14 +93,14 @@ def test_a_plain_llama(tmp_path: Path) -> None:
 
 def test_what_transformers_writes(model_folder: ModelFolder) -> None:
     llama3 = load_model_config(model_folder("llama3"))
-    assert (llama3.rope_theta, llama3.dtype) == (500_000.0, "float32")
-    assert llama3.rope_scaling == Llama3RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-    )
+    assert (llama3.rope, llama3.dtype) == (LLAMA3, "float32")
     assert llama3.eos_token_ids == (EOS_TOKEN_ID, IM_END_ID)
     qwen2, qwen3 = load_model_config(model_folder("qwen2")), load_model_config(model_folder("qwen3"))
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.head_dim, qwen3.qk_norm) == (False, 32, True)
+    attention = qwen2.layers[2].attention
+    assert (attention.qkv.has_bias, attention.o.has_bias, attention.qk_norms) == (True, False, None)
+    attention, name = qwen3.layers[2].attention, "model.layers.2.self_attn"
+    assert (attention.qkv.has_bias, qwen3.head_dim) == (False, 32)
+    assert attention.qk_norms == (f"{name}.q_norm.weight", f"{name}.k_norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -94,16 +114,12 @@ def test_what_transformers_writes(model_folder: ModelFolder) -> None:
     ids=["v4", "v4-type", "v5", "v5-theta-outside"],
 )
 def test_rope_keys_old_and_new(tmp_path: Path, rope: dict[str, Any]) -> None:
-    config = load(tmp_path, LLAMA | rope)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == Llama3RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-    )
+    assert load(tmp_path, LLAMA | rope).rope == LLAMA3
 
 
 def test_linear_rope(tmp_path: Path) -> None:
     config = load(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert config.rope_scaling == LinearRopeScaling(factor=2.0)
+    assert config.rope.scaling == LinearScaling(factor=2.0)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -169,8 +185,8 @@ def test_eos_token_ids_are_the_union_of_both_files(
     ("change", "named"),
     [
         (
-            {"architectures": ["MixtralForCausalLM"]},
-            ["MixtralForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
+            {"architectures": ["FalconForCausalLM"]},
+            ["FalconForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
         ),
         ({"architectures": []}, ["architectures"]),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantization_config", "bitsandbytes"]),
@@ -185,17 +201,25 @@ def test_eos_token_ids_are_the_union_of_both_files(
         ({"head_dim": 15}, ["head_dim"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rms_norm_eps": 2.0}, ["rms_norm_eps"]),
-        ({"rope_theta": 0.0}, ["rope_theta"]),
+        ({"rope_theta": 1.0}, ["rope_theta"]),
         ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn"]),
         ({"eos_token_id": 512}, ["eos_token_id", "512"]),
         ({"eos_token_id": ["</s>"]}, ["eos_token_id"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["rope_scaling", "dynamic"]),
+        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "16"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.45}}, ["partial_rotary_factor", "0.45"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", "factor"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e7}}, ["rope_scaling", "factor", "134217728"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling", "factor"]),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2}}, ["rope_scaling", "dynamic"]),
         (
             {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}},
-            ["rope_parameters", "longrope"],
+            ["rope_parameters", "short_factor"],
         ),
+        (
+            {"rope_scaling": {"type": "su", "long_factor": [1.0] * 8, "short_factor": [1.0] * 7}},
+            ["rope_scaling", "short_factor must have 8"],
+        ),
+        ({"rope_scaling": {"rope_type": "mrope"}}, ["rope_scaling", "mrope", "default, linear"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling", "factor"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters"]),
@@ -241,5 +265,9 @@ def test_a_malformed_generation_config_is_named(tmp_path: Path) -> None:
 
 
 def test_the_router_can_import_it_without_torch() -> None:
-    code = "import sys, shared.model.config, shared.model.files; sys.exit('torch' in sys.modules)"
+    code = """
+import shared.model.config, shared.model.files, sys
+shared.model.config.families()
+sys.exit("torch" in sys.modules)
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -14,6 +14,14 @@ from tests.modelzoo import ARCHITECTURES, random_prompt, reference_logits
 from tests.unit.model.conftest import ModelFolder
 from tests.unit.model.dense_ops import DenseOps
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+DYNAMIC = {"type": "dynamic", "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.0 + i for i in range(8)],
+    "factor": 8.0,
+}
 CPU = torch.device("cpu")
 
 
@@ -56,21 +64,41 @@ def test_chunked_prefill_and_decode_equal_transformers(model_folder: ModelFolder
 
 
 @pytest.mark.parametrize(
-    ("architecture", "rope"),
+    ("architecture", "rope", "atol"),
     [
-        ("llama3", {}),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-        ("qwen2", {"rope_scaling": {"rope_type": "default"}}),
+        ("llama3", {}, 1e-4),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 1e-4),
+        ("qwen2", {"rope_scaling": {"rope_type": "default"}}, 1e-4),
+        ("qwen2", {"rope_scaling": YARN}, 1e-4),
+        ("qwen3", {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0, "truncate": False}}, 1e-4),
+        # transformers computes the larger theta in float32
+        ("llama", {"rope_scaling": DYNAMIC, "max_position_embeddings": 100}, 1e-3),
+        ("llama", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 64}}, 1e-4),
+        ("llama", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 512}}, 1e-4),
+        ("phi3", {"original_max_position_embeddings": 64}, 1e-4),
+        ("phi3", {"rope_scaling": None, "partial_rotary_factor": 0.5}, 1e-4),
     ],
-    ids=["llama3", "linear", "default"],
+    ids=[
+        "llama3",
+        "linear",
+        "default",
+        "yarn",
+        "yarn-mscale",
+        "dynamic",
+        "long",
+        "short",
+        "phi3",
+        "phi3-default",
+    ],
 )
 def test_rope_scaling_equals_transformers_far_from_the_start(
-    model_folder: ModelFolder, architecture: str, rope: dict[str, dict[str, object]]
+    model_folder: ModelFolder, architecture: str, rope: dict[str, object], atol: float
 ) -> None:
+    """A prompt as long as the context of `dynamic`, in chunks: here frequencies do not follow the length so far."""
     folder = model_folder(architecture, **rope)
-    ids = random_prompt(400, seed=3)  # llama3's original length is 64
-    logits = logits_in_chunks(load(folder), ids, [400])
-    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+    ids = random_prompt(400, seed=3)
+    logits = logits_in_chunks(load(folder), ids, [100] * 4)
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -96,5 +124,6 @@ def test_bfloat16_loads_and_stays_near_float32(model_folder: ModelFolder, archit
     assert decoder.weights.embed_VD.dtype == torch.bfloat16
     logits, reference = logits_in_chunks(decoder, ids, [20]), reference_logits(folder, ids)
     assert logits.dtype == torch.float32
-    error = (logits - reference).norm() / reference.norm()
+    # Of the median token, since others may have chosen another expert of nearly the same score.
+    error = ((logits - reference).norm(dim=1) / reference.norm(dim=1)).median()
     assert error < 0.1

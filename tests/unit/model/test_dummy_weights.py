@@ -33,18 +33,18 @@ def test_the_same_seed_gives_the_same_bits(config: ModelConfig) -> None:
 
 def test_tensors_and_layers_differ(config: ModelConfig) -> None:
     first, second = load(config).layers[:2]
-    assert not torch.equal(first.qkv_proj.weight_NK, second.qkv_proj.weight_NK)
-    q, k = first.qkv_proj.weight_NK[:8], first.qkv_proj.weight_NK[64:72]
+    assert not torch.equal(first.attention.qkv_proj.weight_NK, second.attention.qkv_proj.weight_NK)
+    q, k = first.attention.qkv_proj.weight_NK[:8], first.attention.qkv_proj.weight_NK[64:72]
     assert not torch.equal(q, k)
-    assert len(first.o_proj.weight_NK.unique(dim=0)) == len(first.o_proj.weight_NK)
+    assert len(first.attention.o_proj.weight_NK.unique(dim=0)) == len(first.attention.o_proj.weight_NK)
 
 
-def test_products_keep_the_scale_of_their_input(config: ModelConfig) -> None:
-    weights = load(replace(config, hidden_size=512, vocab_size=4000))
-    for matrix in (weights.lm_head.weight_NK, weights.layers[0].gate_up_proj.weight_NK):
+def test_products_keep_the_scale_of_their_input(model_folder: ModelFolder) -> None:
+    weights = load(load_model_config(model_folder("qwen2", hidden_size=512, vocab_size=4000)))
+    for matrix in (weights.lm_head.weight_NK, weights.layers[0].mlp.gate_up_proj.weight_NK):
         out = torch.randn(64, matrix.shape[1]) @ matrix.T
         assert out.std().item() == pytest.approx(1.0, abs=0.1)
-    assert (weights.norm_D == 1).all() and (weights.layers[0].input_norm_D == 1).all()
+    assert (weights.norm_D == 1).all() and (weights.layers[0].attention_norm_D == 1).all()
 
 
 def test_pieces_are_the_tensor(config: ModelConfig) -> None:

@@ -69,13 +69,13 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
     stands_for = load_file(folders[name] / "dense" / "model.safetensors")
     for i, layer in enumerate(load(folders[name]).layers):
         for linear, parts in (
-            (layer.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            (layer.o_proj, ("self_attn.o_proj",)),
-            (layer.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj")),
-            (layer.down_proj, ("mlp.down_proj",)),
+            (layer.attention.qkv_proj, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (layer.attention.o_proj, ("self_attn.o_proj",)),
+            (layer.mlp.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj")),
+            (layer.mlp.down_proj, ("mlp.down_proj",)),
         ):
             wanted = torch.cat([stands_for[f"model.layers.{i}.{part}.weight"] for part in parts])
-            if linear is layer.qkv_proj:
+            if parts[0] == "self_attn.q_proj":
                 biases = torch.cat([stands_for[f"model.layers.{i}.{part}.bias"] for part in parts])
                 assert linear.bias_N is not None and torch.equal(linear.bias_N, biases)
             if name.startswith("fp8"):
@@ -128,6 +128,14 @@ def test_an_lm_head_that_is_quantized_in_the_file(folders: dict[str, Path], tmp_
         assert done[-1] > before
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_outputs_in_another_order(folders: dict[str, Path], name: str) -> None:
+    linear = load(folders[name]).layers[0].mlp.gate_up_proj
+    order_N = torch.randperm(linear.shape[0])
+    x_TK = torch.randn(3, linear.shape[1]).bfloat16()
+    assert torch.equal(linear.with_outputs(order_N).multiply(x_TK), linear.multiply(x_TK)[:, order_N])
+
+
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block", "fp8-transformers"])
 def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, Path], name: str) -> None:
     config = load_model_config(folders[name])
@@ -137,7 +145,10 @@ def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, 
     assert weights_nbytes(kept, torch.bfloat16) < weights_nbytes(config, torch.bfloat16)
     stands_for = load_file(folders[name] / "dense" / "model.safetensors")
     for i, layer in enumerate(weights.layers):
-        for part, linear in (("self_attn.o_proj", layer.o_proj), ("mlp.down_proj", layer.down_proj)):
+        for part, linear in (
+            ("self_attn.o_proj", layer.attention.o_proj),
+            ("mlp.down_proj", layer.mlp.down_proj),
+        ):
             wanted = stands_for[f"model.layers.{i}.{part}.weight"]
             if name == "fp8-block" and wanted.shape[1] % 48:
                 assert isinstance(linear, DenseLinear)
@@ -214,7 +225,8 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ("awq", lambda config: config.update(bits=3), ["bits", "3"]),
     ("gptq", lambda config: config.update(bits=2), ["bits", "2"]),
     ("gptq", lambda config: config.update(checkpoint_format="marlin"), ["checkpoint_format", "marlin"]),
-    ("gptq", lambda config: config.update(dynamic={"-:lm_head": {}}), ["dynamic"]),
+    ("gptq", lambda config: config.update(dynamic={r"+:.*\.18\..*": {"bits": 8}}), ["dynamic"]),
+    ("gptq", lambda config: config.update(dynamic={"-:(gate": {}}), ["re:(gate"]),
     ("gptq", lambda config: config.update(group_size=-2), ["group_size"]),
 ]
 
@@ -245,6 +257,15 @@ def test_what_libraries_of_several_years_write_is_read(
     assert load_model_config(folder).quantization == load_model_config(folders[name]).quantization
 
 
+def test_layers_that_gptq_leaves_out_are_not_quantized(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(
+        folders["gptq"], tmp_path / "changed", lambda config: config.update(dynamic={r"-:.*\.gate$": {}})
+    )
+    quantization = load_model_config(folder).quantization
+    assert quantization is not None and quantization.scheme_of("model.layers.0.mlp.gate") is None
+    assert quantization.scheme_of("model.layers.0.mlp.gate_proj") is not None
+
+
 @pytest.mark.parametrize(
     ("name", "change", "named"), REFUSED, ids=lambda value: "-".join(value) if isinstance(value, list) else ""
 )
@@ -273,7 +294,7 @@ def test_a_scale_without_an_axis_and_a_shape_of_32_bits(folders: dict[str, Path]
         as_written = {each: other(value) if each.endswith(part) else value for each, value in tensors.items()}
         save_file(as_written, folder / "model.safetensors")
         for ours, theirs in zip(load(folder).layers, load(folders[name]).layers, strict=True):
-            assert torch.equal(ours.down_proj.multiply(X), theirs.down_proj.multiply(X))
+            assert torch.equal(ours.mlp.down_proj.multiply(X), theirs.mlp.down_proj.multiply(X))
 
 
 def with_last(tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -349,9 +370,11 @@ def test_groups_of_layers_and_what_is_ignored(folders: dict[str, Path], tmp_path
     save_file(attention | mlp | of_layer_2, folder / "model.safetensors")
     layers = load(folder).layers
     for layer in layers[:2]:
-        assert isinstance(layer.qkv_proj, QuantizedLinear) and layer.qkv_proj.bits == 8
-        assert isinstance(layer.down_proj, QuantizedLinear) and layer.down_proj.bits == 4
-    assert isinstance(layers[2].qkv_proj, DenseLinear) and isinstance(layers[2].gate_up_proj, DenseLinear)
+        assert isinstance(layer.attention.qkv_proj, QuantizedLinear) and layer.attention.qkv_proj.bits == 8
+        assert isinstance(layer.mlp.down_proj, QuantizedLinear) and layer.mlp.down_proj.bits == 4
+    assert isinstance(layers[2].attention.qkv_proj, DenseLinear) and isinstance(
+        layers[2].mlp.gate_up_proj, DenseLinear
+    )
 
 
 def test_the_config_has_an_older_name_and_is_missed(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -438,6 +461,6 @@ def test_zeros_of_gptq_wrap_around(folders: dict[str, Path], tmp_path: Path) -> 
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.qzeros"].fill_(-1)
     save_file(tensors, folder / "model.safetensors")
-    down_proj = load(folder).layers[0].down_proj
+    down_proj = load(folder).layers[0].mlp.down_proj
     assert isinstance(down_proj, QuantizedLinear) and down_proj.zeros_NG is not None
     assert not down_proj.zeros_NG.any()

@@ -50,9 +50,9 @@ def test_projections_are_fused_in_order(model_folder: ModelFolder) -> None:
     qkv = [saved[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
     bias = [saved[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv"]
     gate_up = [saved[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(layer.qkv_proj.weight_NK, torch.cat(qkv))
-    assert torch.equal(layer.qkv_proj.bias_N, torch.cat(bias))
-    assert torch.equal(layer.gate_up_proj.weight_NK, torch.cat(gate_up))
+    assert torch.equal(layer.attention.qkv_proj.weight_NK, torch.cat(qkv))
+    assert torch.equal(layer.attention.qkv_proj.bias_N, torch.cat(bias))
+    assert torch.equal(layer.mlp.gate_up_proj.weight_NK, torch.cat(gate_up))
 
 
 def test_sharded_equals_single(model_folder: ModelFolder) -> None:
@@ -61,8 +61,8 @@ def test_sharded_equals_single(model_folder: ModelFolder) -> None:
     a, b = load(single), load(sharded)
     assert torch.equal(a.lm_head.weight_NK, b.lm_head.weight_NK)
     for ours, theirs in zip(a.layers, b.layers, strict=True):
-        assert torch.equal(ours.qkv_proj.weight_NK, theirs.qkv_proj.weight_NK)
-        assert torch.equal(ours.down_proj.weight_NK, theirs.down_proj.weight_NK)
+        assert torch.equal(ours.attention.qkv_proj.weight_NK, theirs.attention.qkv_proj.weight_NK)
+        assert torch.equal(ours.mlp.down_proj.weight_NK, theirs.mlp.down_proj.weight_NK)
 
 
 def test_tied_embeddings_are_one_tensor(model_folder: ModelFolder, copy_of: ModelFolder) -> None:
@@ -106,8 +106,8 @@ def test_linear_layers_come_one_at_a_time_and_are_the_callers(model_folder: Mode
 
     with WeightReader(Checkpoint(folder), load_model_config(folder), **options) as reader:
         for i, layer in enumerate(reader.layers(keep)):
-            assert torch.equal(layer.qkv_proj, whole.layers[i].qkv_proj.weight_NK.sum())
-            assert torch.equal(layer.gate_up_proj, whole.layers[i].gate_up_proj.weight_NK.sum() + 1)
+            assert torch.equal(layer.attention.qkv_proj, whole.layers[i].attention.qkv_proj.weight_NK.sum())
+            assert torch.equal(layer.mlp.gate_up_proj, whole.layers[i].mlp.gate_up_proj.weight_NK.sum() + 1)
     assert len(seen) == 3 * 4
 
 

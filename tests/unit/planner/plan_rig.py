@@ -13,7 +13,7 @@ import msgspec
 from planner.answer import Answer
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
-from planner.figures import Served, Slo, figures_of
+from planner.figures import Served, Slo
 from planner.plan_answer import Asked, answer_by
 from planner.plan_traffic import Traffic
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
@@ -122,7 +122,6 @@ def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
     return Run(
         candidate=trial.candidate,
-        figures=figures_of(served, 0, num / setting.rate, setting.slo),
         served=served,
         busy={"together": 0.5, "router": 0.0},
         transfer_bytes_s=1e6,

@@ -461,7 +461,7 @@ async def join_socket_of(router: Router, fleet_key: FleetKey | None = None) -> A
     context = zmq.asyncio.Context()
     authenticator = fleet_key.authenticator(context) if fleet_key is not None else None
     join_socket = JoinSocket(context, fleet_key)
-    listening = asyncio.create_task(join_socket.listen(router.on_announcement))
+    listening = asyncio.create_task(join_socket.listen(router.membership.on_announcement))
     try:
         yield join_socket.bind("127.0.0.1", 0)
     finally:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from router.dispatch.live_rids import LiveRids
+from router.dispatch.waiting_queue import WaitingQueue
+from router.request.admission import Admissions
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
@@ -90,17 +92,17 @@ async def test_a_name_that_begins_like_another_is_not_meant(model_folder: Path) 
 
 
 def test_names_are_free_once_all_who_share_them_have_ended() -> None:
-    rids = LiveRids()
-    with rids.claim() as first, rids.claim() as second:
+    admissions = Admissions(WaitingQueue(time.monotonic), 100, lambda: None)
+    with admissions.admit() as first, admissions.admit() as second:
         first.take(["a_0", "a_1"], [1, 1], whole="a", shared=True)
         second.take(["a_0", "a_1"], [1, 1], whole="a", shared=True)
-        first.release()
-        first.release()
+        first.release_rids()
+        first.release_rids()
         for name in ("a", "a_1"):
-            with pytest.raises(RequestError, match=name), rids.claim() as third:
+            with pytest.raises(RequestError, match=name), admissions.admit() as third:
                 third.take([name], [1], whole=name, shared=False)
-        assert rids.find("a") == rids.find(None) == [second]
-    assert len(rids) == 0
-    with pytest.raises(RequestError), rids.claim() as claim:
-        claim.take(["x", "x"], [1, 1], whole=None, shared=False)
-    assert len(rids) == 0
+        assert admissions.find("a") == admissions.find(None) == [second]
+    assert (admissions.holders, admissions.num_queued) == ({}, 0)
+    with pytest.raises(RequestError), admissions.admit() as admission:
+        admission.take(["x", "x"], [1, 1], whole=None, shared=False)
+    assert (admissions.holders, admissions.num_queued) == ({}, 0)

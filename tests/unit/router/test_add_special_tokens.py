@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.unit.router.fakes import joined_pair, write_model
 from tests.unit.router.sample_tokenizers import llama3
 
 BOS = "<|bos|>"
-ONE = {"max_new_tokens": 1}
+ONE, WITHOUT = {"max_new_tokens": 1}, {"add_special_tokens": False}
 
 
 @pytest.fixture(scope="module")
@@ -27,49 +26,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(folder: Path, path: str, body: dict[str, Any]) -> tuple[int, Any, list[list[int]]]:
-    """The status, the answer, and the prompts that reached the prefill node."""
+async def test_a_text_gets_them_unless_it_is_told_otherwise(folder: Path) -> None:
+    tokenizer = llama3()
+    bos = tokenizer.token_to_id(BOS)
+    async with joined_pair(folder) as ((prefill, _), _, client):
 
-    async def run() -> tuple[int, Any, list[list[int]]]:
-        async with joined_pair(folder) as (nodes, _, client):
+        async def sent(path: str, body: dict[str, Any]) -> list[list[int]]:
+            """The prompts that reach the prefill node."""
+            prefill.heard.clear()
             response = await client.post(path, json=body)
-            sent = [[*message.work.input_ids] for message in nodes[0].all(Prefill)]
-            return response.status_code, response.json(), sorted(sent)
+            assert response.status_code == 200, response.text
+            return sorted([*message.work.input_ids] for message in prefill.all(Prefill))
 
-    return asyncio.run(run())
+        for given, has_bos in (({}, True), ({"add_special_tokens": None}, True), (WITHOUT, False)):
+            for texts in ("The fox", ["The fox", "größer"]):
+                several = [texts] if isinstance(texts, str) else texts
+                wanted = sorted(tokenizer.encode(text, add_special_tokens=has_bos).ids for text in several)
+                assert all((ids[0] == bos) == has_bos for ids in wanted)
+                assert await sent("/generate", {"text": texts, "sampling_params": ONE, **given}) == wanted
+                assert await sent("/v1/completions", {"prompt": texts, "max_tokens": 1, **given}) == wanted
+            # In a prompt the string is the token, which comes after the one that is added (docs/http.md).
+            prompt = {"prompt": f"{BOS}The", "max_tokens": 1, **given}
+            (ids,) = await sent("/v1/completions", prompt)
+            assert ids.count(bos) == 1 + has_bos
 
-
-@pytest.mark.parametrize(
-    ("given", "has_bos"),
-    [({}, True), ({"add_special_tokens": None}, True), ({"add_special_tokens": False}, False)],
-)
-@pytest.mark.parametrize("texts", ["The fox", ["The fox", "größer"]], ids=["one", "several"])
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_a_text_gets_them_unless_it_is_told_otherwise(
-    folder: Path, path: str, texts: str | list[str], given: dict[str, Any], has_bos: bool
-) -> None:
-    prompt = (
-        {"text": texts, "sampling_params": ONE} if path == "/generate" else {"prompt": texts, "max_tokens": 1}
-    )
-    status, answer, sent = ask(folder, path, {**prompt, **given})
-    assert status == 200, answer
-    several = [texts] if isinstance(texts, str) else texts
-    assert sent == sorted(llama3().encode(text, add_special_tokens=has_bos).ids for text in several)
-    assert all((ids[0] == llama3().token_to_id(BOS)) == has_bos for ids in sent)
-
-
-@pytest.mark.parametrize("add", [True, False])
-def test_a_prompt_that_begins_with_the_bos(folder: Path, add: bool) -> None:
-    """The string is the token in a prompt, and comes after the one that is added, as docs/http.md says."""
-    status, _, sent = ask(
-        folder, "/v1/completions", {"prompt": f"{BOS}The", "max_tokens": 1, "add_special_tokens": add}
-    )
-    assert status == 200
-    assert sent[0].count(llama3().token_to_id(BOS)) == 1 + add
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_a_chat_gets_those_of_its_template(folder: Path, value: object) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "add_special_tokens": value}
-    status, _, sent = ask(folder, "/v1/chat/completions", body)
-    assert status == 200 and llama3().token_to_id(BOS) not in sent[0]
+        for given in ({"add_special_tokens": None}, WITHOUT):
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **given}
+            (ids,) = await sent("/v1/chat/completions", chat)
+            assert bos not in ids, "a chat has those of its template"

@@ -15,7 +15,7 @@ import pytest
 
 from router.dispatch.waiting_queue import MAX_RETRY_AFTER_S, WINDOW_S, WaitingQueue
 from router.http.config import DispatchOptions
-from router.request.queue_limit import QueueLimit
+from router.request.admission import Admissions
 from router.server import Router
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill
@@ -98,7 +98,7 @@ def test_retry_after_is_bounded(rate: float, expected: int) -> None:
         clock.now += 1 / rate
         queue.leave(f"{i}", served=True)
     with pytest.raises(RequestError) as caught:
-        QueueLimit(queue, 10, lambda: None).places()
+        Admissions(queue, 10, lambda: None).admit()
     assert (caught.value.status, caught.value.retry_after_s) == (429, expected)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, create_model
-from starlette.exceptions import HTTPException
-from starlette.types import Message
 
 from router.api.fleet_api import AddNode
 from router.api.generate_bodies import GenerateBody, NativeSampling
@@ -18,7 +15,7 @@ from router.api.messages_api import CountBody, MessagesBody
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.api.responses_api import ResponsesBody
 from router.api.service_api import AbortBody, DetokenizeBody, StartProfileBody, TokenizeBody
-from router.http.body import Body, FailFast, JsonRequest, OneOf, Refused, must
+from router.http.body import Body, FailFast, OneOf, Refused, must
 from shared.errors import RequestError
 from tests.unit.router.bodies import validate
 
@@ -120,25 +117,6 @@ def test_what_is_taken() -> None:
     assert type(car.price) is float and not hasattr(car, "unknown") and car.ids == []
     assert validate(Car, {**RIGHT, "ids": [None, [1]]}).ids == [None, [1]]
     assert validate(Car, {"wheel": [{"size": 10**30}]}).wheel == [Wheel(size=10**30)]
-
-
-def decoded(body: bytes) -> Any:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body}
-
-    return asyncio.run(JsonRequest({"type": "http"}, receive).json())
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[1]", b'"x"', b"null", b"1", b'{"sold": nan}', b'{"\xff": 1}', b'{"wheel": "\\ud800"}',
-     b"[" * 100_000, b'{"price": ' + b"9" * 5000 + b"}", b'{"price": 1e999}', b'{"sold": "\x00"}'],
-)  # fmt: skip
-def test_what_is_no_json_object(body: bytes) -> None:
-    with pytest.raises((HTTPException, RequestError)) as refusal:
-        validate(Car, decoded(body))
-    message = getattr(refusal.value, "detail", None) or refusal.value.message  # type: ignore[union-attr]
-    assert "the body" in message and len(message) < 200
 
 
 def test_a_message_never_repeats_a_whole_prompt() -> None:

@@ -23,10 +23,18 @@ def place(text: str) -> int:
     return len(byte_level_tokenizer().encode(AUTO[: AUTO.index(text)]).ids)
 
 
-@pytest.mark.parametrize("how", ["dies", "drains"])
-@pytest.mark.parametrize("burst", [1, 4])
 @pytest.mark.parametrize(
-    "leaves_at", ["hm", "\n</think>", "I look", "_call>\n", 'me": "weather', "city", "rich", "{}"]
+    ("leaves_at", "burst", "how"),
+    [
+        ("hm", 1, "dies"),
+        ("\n</think>", 4, "drains"),
+        ("I look", 1, "drains"),
+        ("_call>\n", 1, "dies"),
+        ('me": "weather', 4, "dies"),
+        ("city", 1, "drains"),
+        ("rich", 4, "drains"),
+        ("{}", 4, "dies"),
+    ],
 )
 async def test_a_node_that_leaves_in_the_middle(tmp_path: Path, leaves_at: str, burst: int, how: str) -> None:
     async def first(node: FakeNode, message: Prefill | Decode) -> None:

@@ -14,7 +14,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.text.chat_template import Chat, ChatTemplate, Limits, load_chat_template
-from router.text.text_workers import TextWorkers
+from router.text.tokenizer import TextWorkers
 from shared.errors import ConfigError, RequestError
 
 FOLDER = Path(__file__).parent / "chat_templates"

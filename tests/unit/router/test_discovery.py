@@ -219,35 +219,22 @@ async def test_a_node_that_the_operator_removed_is_dialled_when_it_has_been_off_
         await eventually(lambda: membership.live(Role.DECODE))
 
 
-async def test_listed_nodes_without_room_are_named_and_dialled_when_there_is(
+async def test_listed_nodes_without_room_are_named_and_dialled_by_a_later_listing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with (
         FakeNode(Role.DECODE, "d0") as d0,
         FakeNode(Role.DECODE, "d1") as d1,
-        FakeNode(Role.DECODE, "d2") as d2,
-        FakeNode(Role.DECODE, "d3") as d3,
-        new_membership(max_members=2) as (membership, _),
+        new_membership(max_members=1) as (membership, _),
     ):
-        by_address = sorted((d0, d1, d2, d3), key=lambda node: node.ref.address)
-        first, second, third, fourth = (node.ref.address for node in by_address)
-
-        def addresses() -> list[str]:
-            return sorted(member.address for member in membership.members)
-
-        everything = [(Role.DECODE, address) for address in (first, second, third, fourth)]
-        membership.on_listing(everything)
-        await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
-        assert addresses() == [first, second]
-        assert f"nodes_left_out nodes=2 first={third} members=2" in caplog.text
-        membership.on_listing(everything[:2] + everything[3:])
-        assert f"nodes_left_out nodes=1 first={fourth} members=2" in caplog.text
+        first, second = sorted((Role.DECODE, node.ref.address) for node in (d0, d1))
+        membership.on_listing([first, second])
+        await eventually(lambda: len(membership.live(Role.DECODE)) == 1)
+        assert f"member_ignored address={second[1]} members=1" in caplog.text
         await membership.remove(membership.members[0])
-        await eventually(lambda: addresses() == [second, fourth])
-        await eventually(lambda: len(membership.live(Role.DECODE)) == 2)
-        assert all(member.listed for member in membership.members)
-        membership.on_listing(everything[:2] + everything[3:])
-        assert caplog.text.count("nodes_left_out") == 2, "the operator removed the first"
+        membership.on_listing([first, second])
+        await eventually(lambda: len(membership.live(Role.DECODE)) == 1)
+        assert [(one.address, one.listed) for one in membership.members] == [(second[1], True)]
 
 
 # ------------------------------------------------------------------------------------------------ Kubernetes

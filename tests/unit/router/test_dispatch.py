@@ -28,7 +28,6 @@ from shared.protocol.messages import (
 )
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import (
-    LAYOUT,
     FakeNode,
     events,
     joined_pair,
@@ -36,7 +35,6 @@ from tests.unit.router.fakes import (
     one_then_nothing,
     pair,
     say_nothing,
-    tell_first_token,
     tell_story,
     until_queued,
 )
@@ -156,36 +154,6 @@ async def test_client_disconnect_cancels_everywhere(model_folder: Path, stream: 
             assert not prefill.all(Cancel)  # the decode node has spoken: the prefill node let go
         metrics = (await client.get("/metrics")).text
         assert 'sglang:num_aborted_requests_total{model_name="tiny",role="router"} 1.0' in metrics
-
-
-@pytest.mark.parametrize("culprit", [Role.PREFILL, Role.DECODE])
-async def test_requests_of_a_node_that_dies_go_on_at_others(model_folder: Path, culprit: Role) -> None:
-    async with (
-        FakeNode(Role.PREFILL, "prefill-0", script=say_nothing) as p0,
-        FakeNode(Role.DECODE, "decode-0", script=say_nothing) as d0,
-        FakeNode(Role.PREFILL, "prefill-1") as p1,
-        FakeNode(Role.DECODE, "decode-1") as d1,
-        joined_router(model_folder, [p0, d0, p1, d1]) as (_, client),
-    ):
-        d1.delay_s = 0.05
-        doomed = asyncio.create_task(client.post("/generate", json={"text": "a", **PARAMS}))
-        await d0.wait_for(Decode)
-        await p0.wait_for(Prefill)
-        survivor = asyncio.create_task(client.post("/generate", json={"text": "b", **PARAMS}))
-        await d1.wait_for(Decode)
-        dead, other = (p0, d0) if culprit is Role.PREFILL else (d0, p0)
-        p0.script, d0.script = tell_first_token, tell_story
-        await dead.stop()
-        answer = (await doomed).json()
-        await other.wait_for(Cancel)
-        assert (await survivor).json()["text"] == answer["text"]
-        assert answer["output_ids"] == (await survivor).json()["output_ids"]
-        health = (await client.get("/health")).json()
-        assert health["status"] == "degraded" and dead.node_id in health["reason"]
-        for _ in range(2):
-            assert (await client.post("/generate", json={"text": "c", **PARAMS})).status_code == 200
-        if culprit is Role.DECODE:
-            await eventually(lambda: p1.all(Peers)[-1].decode_nodes == (d1.ref,))
 
 
 async def test_a_restarted_node_is_dialled_again_with_a_new_identity(model_folder: Path) -> None:
@@ -340,27 +308,6 @@ async def test_one_node_for_both_roles(model_folder: Path) -> None:
         assert (await client.get("/health_generate")).status_code == 200
 
 
-@pytest.mark.parametrize("field", ["fingerprint", "dtype", "page_size", "num_kv_heads"])
-async def test_a_layout_that_differs_is_refused_by_name(model_folder: Path, field: str) -> None:
-    value = "other" if isinstance(getattr(LAYOUT, field), str) else 77
-    values = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {field: value}
-    async with (
-        FakeNode(Role.DECODE) as decode,
-        joined_router(model_folder, [decode]) as (router, client),
-        FakeNode(Role.DECODE, "decode-1", layout=type(LAYOUT)(**values)) as stranger,
-    ):
-        router._membership.dial(stranger.address, Role.DECODE, pinned=True)
-
-        async def refusal() -> str | None:
-            found = (await client.get("/health")).json()["decode"][-1]
-            return found["reason"] if found["state"] == "refused" else None
-
-        assert (await eventually(refusal)).startswith(f"{field}: ")
-        for _ in range(3):
-            assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
-        assert not stranger.all(Decode)
-
-
 async def test_a_node_that_refuses_the_router(model_folder: Path) -> None:
     async with FakeNode(Role.DECODE) as decode:
         decode.refuses = "router: not welcome"
@@ -384,23 +331,6 @@ async def test_a_prompt_too_long_for_the_prefill_node_goes_to_the_decode_node_al
             body = {"input_ids": [1] * 30, "sampling_params": {"max_new_tokens": wanted}}
             assert (await client.post("/generate", json=body)).status_code == 200
         assert [sent.prefill for sent in decode.all(Decode)] == [None, None]
-
-
-async def test_requests_take_turns(model_folder: Path) -> None:
-    async with (
-        FakeNode(Role.PREFILL, "prefill-0") as p0,
-        FakeNode(Role.PREFILL, "prefill-1") as p1,
-        FakeNode(Role.DECODE, "decode-0") as d0,
-        FakeNode(Role.DECODE, "decode-1") as d1,
-        joined_router(model_folder, [p0, p1, d0, d1]) as (_, client),
-    ):
-        for _ in range(6):
-            assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
-        assert [len(node.all(Prefill)) for node in (p0, p1)] == [3, 3]
-        assert [len(node.all(Decode)) for node in (d0, d1)] == [3, 3]
-        for node in (p0, p1):
-            refs = node.all(Peers)[-1].decode_nodes
-            assert sorted(ref.node_id for ref in refs) == ["decode-0", "decode-1"]
 
 
 async def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Path) -> None:

@@ -428,7 +428,7 @@ class TestPoison:
             kill(fleet, prefill)
             fleet.wait(1)
         assert req.failover.is_suspect is not has_gone_on
-        assert fleet.dispatcher._suspicion.is_tried(req) is not has_gone_on
+        assert (req in fleet.dispatcher._suspicion.trials) is not has_gone_on
 
     def test_before_the_node_says_that_it_runs_alone_it_is_not_convicted(self) -> None:
         """The node may hold requests of other routers, and be waiting for them to leave."""

@@ -254,7 +254,7 @@ async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> No
         ):
             for host in hosts:
                 ref = NodeRef(host, "a", f"tcp://{host}:{mute.getsockname()[1]}")
-                router.on_announcement(Join(ref, Role.DECODE))
+                router.membership.on_announcement(Join(ref, Role.DECODE))
             dialled: set[str] = set()
             async with asyncio.timeout(PATIENCE_S):
                 while len(dialled) < len(hosts):

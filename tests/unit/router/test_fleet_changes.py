@@ -244,40 +244,39 @@ async def test_a_node_that_has_told_no_load_has_none(model_folder: Path) -> None
         assert added.json()["node"]["state"] == "alive" and "load" not in added.json()["node"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"layout": {"page_size": 8}}, "page_size: the fleet has 16, this node has 8"),
+STRANGERS: list[tuple[dict[str, Any], str]] = [
+    ({"layout": {"page_size": 8}}, "page_size: the fleet has 16, this node has 8"),
+    ({"layout": {"page_size": 0}}, "page_size: 0 is below 1"),
+    ({"layout": {"dtype": "bfloat16"}}, "dtype: the fleet has 'float32', this node has 'bfloat16'"),
+    ({"layout": {"kv_cache_dtype": "int8"}}, "kv_cache_dtype: the fleet has 'none', this node has 'int8'"),
+    ({"layout": {"fingerprint": "another"}}, "is not the model that is served here"),
+    ({"role": Role.PREFILL}, "expected a decode node, it is a prefill node"),
+    ({"refuses": "router: too many"}, "the node refused: router: too many"),
+    *(
         (
-            {"layout": {"kv_cache_dtype": "int8"}},
-            "kv_cache_dtype: the fleet has 'none', this node has 'int8'",
-        ),
-        ({"layout": {"fingerprint": "another"}}, "is not the model that is served here"),
-        ({"role": Role.PREFILL}, "expected a decode node, it is a prefill node"),
-        ({"refuses": "router: too many"}, "the node refused: router: too many"),
-        *(
-            (
-                {"version": version},
-                f"protocol: the node speaks version {version or 1}, and this end version {PROTOCOL_VERSION}",
-            )
-            for version in (0, PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 2)
-        ),
-    ],
-)
-async def test_a_node_that_does_not_fit_is_refused_by_name_and_forgotten(
-    model_folder: Path, change: dict[str, object], words: str
-) -> None:
-    stranger = FakeNode(change.get("role", Role.DECODE), "stranger")  # type: ignore[arg-type]
-    stranger.layout = msgspec.structs.replace(stranger.layout, **change.get("layout", {}))  # type: ignore[arg-type]
-    stranger.refuses = str(change.get("refuses", ""))
-    stranger.version = change.get("version", PROTOCOL_VERSION)  # type: ignore[assignment]
-    async with serving(model_folder) as (_, __, client), stranger:
-        refused = await client.post("/fleet/nodes", json={"role": "decode", "address": stranger.address})
-        assert refused.status_code == 400, refused.text
-        error = refused.json()["error"]
-        assert words in error["message"] and error["code"] == "node_refused"
-        assert "stranger" not in await states(client)
-        assert (await client.get("/health")).json()["status"] == "ok"
+            {"version": version},
+            f"protocol: the node speaks version {version or 1}, and this end version {PROTOCOL_VERSION}",
+        )
+        for version in (0, PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 2)
+    ),
+]
+
+
+async def test_a_node_that_does_not_fit_is_refused_by_name_and_forgotten(model_folder: Path) -> None:
+    async with serving(model_folder) as (_, __, client):
+        for change, words in STRANGERS:
+            stranger = FakeNode(change.get("role", Role.DECODE), "stranger")
+            stranger.layout = msgspec.structs.replace(stranger.layout, **change.get("layout", {}))
+            stranger.refuses = change.get("refuses", "")
+            stranger.version = change.get("version", PROTOCOL_VERSION)
+            async with stranger:
+                node = {"role": "decode", "address": stranger.address}
+                refused = await client.post("/fleet/nodes", json=node)
+            assert refused.status_code == 400, refused.text
+            error = refused.json()["error"]
+            assert words in error["message"] and error["code"] == "node_refused"
+            assert "stranger" not in await states(client)
+            assert (await client.get("/health")).json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("name", ["gone.invalid", "gone.invalid:7200", "tcp://gone.invalid:7200"])
@@ -285,7 +284,7 @@ async def test_a_node_is_removed_by_the_address_with_which_it_was_added(
     model_folder: Path, name: str
 ) -> None:
     async with joined_router(model_folder, [], wait=False) as (router, client):
-        router.on_announcement(Join(NodeRef("d", "d#a", "tcp://gone.invalid:7200"), Role.DECODE))
+        router.membership.on_announcement(Join(NodeRef("d", "d#a", "tcp://gone.invalid:7200"), Role.DECODE))
         removed = await client.delete(f"/fleet/nodes/{name}")
         assert removed.status_code == 200 and removed.json()["address"] == "tcp://gone.invalid:7200"
         assert await states(client) == {}
@@ -294,8 +293,8 @@ async def test_a_node_is_removed_by_the_address_with_which_it_was_added(
 async def test_a_node_that_has_joined_is_not_loading_any_more(model_folder: Path) -> None:
     async with joined_router(model_folder, [], wait=False) as (router, client):
         ref = NodeRef("decode-0", "decode-0#a", "tcp://gone.invalid:7200")
-        router.on_announcement(Loading("decode-0", Role.DECODE, "weights", 1.0))
-        router.on_announcement(Join(ref, Role.DECODE))
+        router.membership.on_announcement(Loading("decode-0", Role.DECODE, "weights", 1.0))
+        router.membership.on_announcement(Join(ref, Role.DECODE))
         assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
         assert (await client.get("/health")).json()["decode"] == []
 

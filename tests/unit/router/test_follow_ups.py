@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from pathlib import Path
 
 import httpx
@@ -17,9 +15,6 @@ from shared.protocol.messages import (
     CacheResync,
     Decode,
     Failed,
-    Finish,
-    Load,
-    NotCached,
     Prefill,
     ReqKey,
     Role,
@@ -31,12 +26,8 @@ from tests.unit.router.fakes import (
     FakeNode,
     joined_pair,
     joined_router,
-    pair,
-    say_nothing,
-    tell_story,
     until_loads,
 )
-from tests.unit.router.scoring import entry
 
 SIZE = LAYOUT.page_size
 IDS = [3 + i % 50 for i in range(5 * SIZE)]
@@ -68,98 +59,6 @@ async def test_a_short_suffix_is_prefilled_where_the_prefix_is(model_folder: Pat
         assert len(prefill.all(Prefill)) == 1
         await ask(client, extra_key="tenant")
         assert decode.all(Decode)[2].prefill == prefill.ref, "another tenant's prefix"
-
-
-async def test_the_decode_node_that_holds_most_is_chosen_unless_it_is_much_busier(model_folder: Path) -> None:
-    async with (
-        FakeNode(Role.PREFILL) as prefill,
-        FakeNode(Role.DECODE, "d0") as one,
-        FakeNode(Role.DECODE, "d1") as two,
-        joined_router(model_folder, [prefill, one, two], dispatch=SHORT) as (_, client),
-    ):
-        await holds(client, one, 1)
-        await holds(client, two, 4)
-        for _ in range(3):
-            await ask(client)
-        assert (len(one.all(Decode)), len(two.all(Decode))) == (0, 3)
-        two.load = Load(num_running=1000)
-        await until_loads(client, two)
-        for _ in range(2):
-            await ask(client)
-        assert len(one.all(Decode)) > 0
-
-
-async def test_a_node_that_has_lost_the_prefix_gets_it_from_a_prefill_node(model_folder: Path) -> None:
-    async def not_cached_once(node: FakeNode, message: Prefill | Decode) -> None:
-        assert isinstance(message, Decode)
-        if message.local_prefill_limit is not None:
-            node.send(NotCached(message.key))
-            node.tokens(message.key, 0, [1])  # of the attempt that is given up: nobody's
-        else:
-            await tell_story(node, message)
-
-    async with (
-        pair(decode=not_cached_once) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
-    ):
-        await holds(client, decode, 4)
-        assert await ask(client) == decode.story[:4]
-        first, second = decode.all(Decode)
-        assert (first.key.attempt, first.prefill) == (0, None)
-        assert (second.key.attempt, second.prefill, second.local_prefill_limit) == (1, prefill.ref, None)
-        assert prefill.all(Prefill)[0].key == second.key
-        assert second.key.rid == first.key.rid
-
-
-async def test_without_a_prefill_node_there_is_no_limit(model_folder: Path) -> None:
-    async with FakeNode(Role.DECODE) as decode:
-
-        async def not_cached_once(node: FakeNode, message: Prefill | Decode) -> None:
-            assert isinstance(message, Decode)
-            assert message.local_prefill_limit is None
-            await tell_story(node, message)
-
-        decode.script = not_cached_once
-        async with joined_router(model_folder, [decode], dispatch=SHORT) as (_, client):
-            await holds(client, decode, 4)
-            assert await ask(client) == decode.story[:4]
-
-
-async def test_a_burst_is_shared_by_those_that_hold_the_same(model_folder: Path) -> None:
-    """No node answers before all requests are sent, so no load tells the router what it has just sent."""
-    async with contextlib.AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(FakeNode(Role.PREFILL))
-        decodes = [await stack.enter_async_context(FakeNode(Role.DECODE, f"d{i}")) for i in range(4)]
-        all_sent = asyncio.Event()
-
-        async def tell_when_all_are_sent(node: FakeNode, message: Prefill | Decode) -> None:
-            if sum(len(node.all(Decode)) for node in decodes) == 40:
-                all_sent.set()
-            await all_sent.wait()
-            await tell_story(node, message)
-
-        for node in decodes:
-            node.script = tell_when_all_are_sent
-        joined = joined_router(model_folder, [prefill, *decodes], dispatch=SHORT)
-        _, client = await stack.enter_async_context(joined)
-        for node in decodes:
-            await holds(client, node, 4)
-        await asyncio.gather(*(ask(client) for _ in range(40)))
-        assert [len(node.all(Decode)) for node in decodes] == [10] * 4
-
-
-async def test_a_prompt_that_is_scored_is_not_sent_to_who_would_decline(model_folder: Path) -> None:
-    async def scored(node: FakeNode, message: Prefill | Decode) -> None:
-        node.send(Tokens((entry(node, message, 0, Finish("length")),)))
-
-    async with (
-        pair(prefill=say_nothing, decode=scored) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=SHORT) as (_, client),
-    ):
-        await holds(client, decode, 5)
-        for start_len, alone in ((0, False), (3 * SIZE, False), (4 * SIZE, True), (-1, True)):
-            await ask(client, return_logprob=True, logprob_start_len=start_len)
-            assert (decode.all(Decode)[-1].prefill is None) == alone, start_len
 
 
 async def test_what_an_earlier_connection_left_does_not_disturb_the_greeting(model_folder: Path) -> None:

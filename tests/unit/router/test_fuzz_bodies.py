@@ -236,7 +236,7 @@ def service(model_folder: Path) -> Iterator[Service]:
         loop.close()
 
 
-@settings(max_examples=250)
+@settings(max_examples=150)
 @given(post=posts())
 def test_bodies(service: Service, post: tuple[str, bytes]) -> None:
     service.run(service.post(*post))

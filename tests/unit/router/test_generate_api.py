@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from router.http.config import DispatchOptions
 from shared.protocol.messages import Cancel, Decode, Finish, Prefill, Stop
 from tests.unit.router.fakes import (
     LIMITS,
@@ -17,7 +16,6 @@ from tests.unit.router.fakes import (
     byte_level_tokenizer,
     events,
     joined_pair,
-    say_nothing,
     until_queued,
 )
 
@@ -90,16 +88,6 @@ async def test_batch_and_choices_are_grouped_by_prompt(model_folder: Path) -> No
         assert len(listed.json()) == 1
 
 
-async def test_batch_stream_has_indexes(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        body = {"text": ["a", "b"], "stream": True, "sampling_params": {"max_new_tokens": 5, "n": 2}}
-        *seen, done = events((await client.post("/generate", json=body)).text)
-        assert done == "[DONE]"
-        assert {event["index"] for event in seen} == {0, 1, 2, 3}
-        finals = {event["index"]: event for event in seen}
-        assert all(final["text"] == story(5) for final in finals.values())
-
-
 async def test_one_token_or_none_never_involves_the_decode_node(model_folder: Path) -> None:
     async with joined_pair(model_folder) as ((prefill, decode), _, client):
         for wanted in (0, 1):
@@ -109,16 +97,6 @@ async def test_one_token_or_none_never_involves_the_decode_node(model_folder: Pa
             assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": wanted}
         assert not decode.all(Decode)
         assert all(sent.decode is None for sent in prefill.all(Prefill))
-
-
-async def test_short_prompts_go_to_the_decode_node_alone(model_folder: Path) -> None:
-    dispatch = DispatchOptions(local_prefill_tokens=4)
-    async with joined_pair(model_folder, dispatch=dispatch) as ((prefill, decode), _, client):
-        for ids in ([1, 2, 3, 4], [1, 2, 3, 4, 5]):
-            body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}}
-            assert (await client.post("/generate", json=body)).status_code == 200
-        assert [sent.prefill for sent in decode.all(Decode)] == [None, prefill.ref]
-        assert len(prefill.all(Prefill)) == 1
 
 
 async def test_stop_string_ends_it_on_the_node(model_folder: Path) -> None:
@@ -168,22 +146,6 @@ async def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> No
             "/generate", json={"input_ids": [1] * room, "sampling_params": {"max_new_tokens": 0}}
         )
         assert scored.status_code == 200
-
-
-async def test_duplicate_rids(model_folder: Path) -> None:
-    async with joined_pair(model_folder, prefill=say_nothing, decode=say_nothing) as ((_, decode), _, client):
-        first = asyncio.create_task(client.post("/generate", json={"text": "a", "rid": "mine"}))
-        await decode.wait_for(Decode)
-        second = await client.post("/generate", json={"text": "b", "rid": "mine"})
-        assert second.status_code == 400 and "'mine'" in second.json()["error"]["message"]
-        twice = await client.post("/generate", json={"text": ["a", "b"], "rid": ["x", "x"]})
-        assert twice.status_code == 400
-        await client.post("/abort_request", json={"rid": "mine"})
-        assert (await first).status_code == 200
-        again = asyncio.create_task(client.post("/generate", json={"text": "b", "rid": "mine"}))
-        await decode.wait_for(Decode, 2)
-        await client.post("/abort_request", json={"abort_all": True})
-        assert (await again).json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 async def test_abort_keeps_what_was_generated(model_folder: Path) -> None:

@@ -93,40 +93,27 @@ async def test_both_nodes_are_told_by_every_route(model_folder: Path) -> None:
         }
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "kind", "field"),
-    [
-        ("/generate", {"text": "a", "sampling_params": {"regex": "("}}, "regex", "sampling_params.regex"),
-        ("/generate", {"text": ["a"], "sampling_params": [{"ebnf": "x"}]}, "ebnf", "sampling_params[0].ebnf"),
-        ("/v1/completions", {"prompt": "a", "regex": "("}, "regex", "regex"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-            "json_schema",
-            "response_format.json_schema.schema",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_object", "schema": {}}},
-            "json_schema",
-            "response_format.schema",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "response_format": {"type": "json_object"}},
-            "json_schema",
-            "response_format",
-        ),
-    ],
-)
-async def test_a_nodes_error_names_the_clients_field(
-    model_folder: Path, path: str, body: dict[str, object], kind: str, field: str
-) -> None:
+OF_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
+REFUSED: list[tuple[str, dict[str, object], str]] = [
+    ("/generate", {"text": "a", "sampling_params": {"regex": "("}}, "sampling_params.regex"),
+    ("/generate", {"text": ["a"], "sampling_params": [{"ebnf": "x"}]}, "sampling_params[0].ebnf"),
+    ("/v1/completions", {"regex": "("}, "regex"),
+    ("/v1/completions", {"response_format": OF_SCHEMA}, "response_format.json_schema.schema"),
+    ("/v1/completions", {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ("/v1/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+]
+"""Requests whose grammar a node refuses, and the field that is named."""
+
+
+async def test_a_nodes_error_names_the_clients_field(model_folder: Path) -> None:
     async def refuse(node: FakeNode, message: Prefill | Decode) -> None:
-        node.send(Failed(message.key, 400, f"{kind}: no such {kind}: thing", kind))
+        grammar = message.work.params.grammar
+        assert grammar is not None
+        node.send(Failed(message.key, 400, f"{grammar.kind}: no such thing", grammar.kind))
 
     async with joined_pair(model_folder, prefill=refuse, decode=say_nothing) as (_, _, client):
-        answer = await client.post(path, json=body)
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert (error["param"], error["message"]) == (field, f"{field}: no such {kind}: thing")
+        for path, body, field in REFUSED:
+            answer = await client.post(path, json={"prompt": "a", **body})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["param"], error["message"]) == (field, f"{field}: no such thing")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.dispatch.histograms import WINDOW_ROLLS, LatencyWindow
+from router.dispatch.metrics import WINDOW_ROLLS, LatencyWindow
 
 
 def exact(values: list[float], share: float) -> float:

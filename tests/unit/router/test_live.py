@@ -164,7 +164,7 @@ async def test_a_node_that_goes_down_says_why(model_folder: Path) -> None:
 
 async def test_a_node_that_loads_is_told_with_its_progress(model_folder: Path) -> None:
     async with FakeNode(Role.DECODE) as decode, joined_router(model_folder, [decode]) as (router, client):
-        router.on_announcement(Loading("prefill-7", Role.PREFILL, "weights", 0.25))
+        router.membership.on_announcement(Loading("prefill-7", Role.PREFILL, "weights", 0.25))
         node = await node_with(client, "prefill-7", state="loading")
         assert (node.role, node.reason, node.loaded) == ("prefill", "weights", 0.25)
 

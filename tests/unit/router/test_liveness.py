@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.nodes.liveness import Liveness
+from router.nodes.live_node import Liveness
 from shared.protocol.messages import Load
 
 

@@ -14,12 +14,10 @@ import pytest
 
 from router.api.logprobs import NativeLogprobs, ScoredText
 from router.dispatch.running_req import RunningReq
-from router.request.fields import MAX_ANSWER_LOGPROBS
 from router.request.generation import Generation
 from router.request.output_text import OutputText, StopConditions
-from router.request.prompt import Prompt
-from router.text.text_workers import INLINE_CHARS
-from router.text.tokenizer import Tokenizer
+from router.request.prompt import MAX_ANSWER_LOGPROBS, Prompt
+from router.text.tokenizer import INLINE_CHARS, Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -198,50 +196,33 @@ WIDE = {"top_logprobs_num": 20, "token_ids_logprob": [7] * 983}  # 1024 numbers 
 MOST = MAX_INPUT_LOGPROBS // 1024
 
 
-NATIVE_PARAM, ROW = "logprob_start_len", [1] * (MOST + 1)
+ROW = [1] * (MOST + 1)
+TOO_MANY: list[tuple[dict[str, Any], str]] = [
+    (native(input_ids=[*ROW, 1], logprob_start_len=0, **WIDE), ""),
+    (native(input_ids=[[1], [*ROW, 1, 1]], logprob_start_len=[0, 1], **WIDE), "prompt 1: "),
+    (native(input_ids=[ROW] * 5, logprob_start_len=0, **WIDE), ""),
+    (native(input_ids=ROW, logprob_start_len=0, sampling_params={"n": 5}, **WIDE), ""),
+    ({"prompt": [1] * (MAX_INPUT_LOGPROBS // 41 + 2), "echo": True, "logprobs": 20}, ""),
+]
+"""Requests, and which of their prompts is named."""
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "where"),
-    [
-        ("/generate", native(input_ids=[*ROW, 1], logprob_start_len=0, **WIDE), NATIVE_PARAM, ""),
-        (
-            "/generate",
-            native(input_ids=[[1], [*ROW, 1, 1]], logprob_start_len=[0, 1], **WIDE),
-            NATIVE_PARAM,
-            "prompt 1: ",
-        ),
-        ("/generate", native(input_ids=[ROW] * 5, logprob_start_len=0, **WIDE), NATIVE_PARAM, ""),
-        (
-            "/generate",
-            native(input_ids=ROW, logprob_start_len=0, sampling_params={"n": 5}, **WIDE),
-            NATIVE_PARAM,
-            "",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": [1] * (MAX_INPUT_LOGPROBS // 41 + 2), "echo": True, "logprobs": 20},
-            "logprobs",
-            "",
-        ),
-    ],
-    ids=["a prompt", "one of a batch", "a batch", "choices", "an echo"],
-)
-async def test_more_numbers_than_can_be_told_are_refused_here(
-    model_folder: Path, roomy: NodeLimits, path: str, body: dict[str, Any], param: str, where: str
-) -> None:
+async def test_more_numbers_than_can_be_told_are_refused_here(model_folder: Path, roomy: NodeLimits) -> None:
     async with pair() as nodes:
         for node in nodes:
             node.limits = roomy
         async with joined_router(model_folder, list(nodes)) as (_, client):
-            response = await client.post(path, json=body)
-            assert response.status_code == 400, response.text
-            error = response.json()["error"]
-            assert error["param"] == param and error["message"].startswith(where)
-            assert (
-                f"at most {MAX_INPUT_LOGPROBS}" in error["message"]
-                or str(MAX_ANSWER_LOGPROBS) in error["message"]
-            )
+            for body, where in TOO_MANY:
+                response = await client.post(
+                    "/v1/completions" if "prompt" in body else "/generate", json=body
+                )
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
+                assert error["param"] == ("logprobs" if "prompt" in body else "logprob_start_len")
+                assert error["message"].startswith(where)
+                assert any(
+                    f"{most}" in error["message"] for most in (MAX_INPUT_LOGPROBS, MAX_ANSWER_LOGPROBS)
+                )
             assert not nodes[0].all(Prefill), "no node was asked"
 
 

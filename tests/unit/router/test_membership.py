@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from router.dispatch.node import Loss, Node
 from router.nodes.fleet_changes import FleetChanges
-from router.nodes.live_node import LiveNode, Timing
+from router.nodes.live_node import Timing
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import MAX_MEMBERS, Membership
 from router.nodes.shared_news import SharedNews
@@ -62,9 +62,6 @@ class Events:
 
     def on_not_cached(self, node: Node, key: ReqKey) -> None:
         raise AssertionError("nothing was asked for")
-
-    def on_alive(self, node: LiveNode) -> None:
-        """Nothing is shared here."""
 
     def on_draining(self, member: Member, draining: Draining) -> None:
         raise AssertionError("no node is drained")

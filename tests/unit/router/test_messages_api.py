@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from tests.unit.router.test_responses_api import prompt_of
 
 TOOLS: Any = [{"name": "weather", "input_schema": CITY, "cache_control": {"type": "ephemeral"}}]
 ASKED: Any = {"max_tokens": 200, "messages": [{"role": "user", "content": "Warm?"}]}
-Use = Callable[[httpx.AsyncClient, FakeNode], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(scope="module")
@@ -35,29 +35,28 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
 
 
-def with_server(folder: Path, text: str, use: Use, finish: str = "stop") -> None:
-    async def run() -> None:
-        first, rest = tells(text, finish)
-        async with pair(prefill=first, decode=rest) as nodes:
-            for node in nodes:
-                node.limits = NodeLimits(
-                    context_length=1024, max_total_num_tokens=1024, max_running_requests=8
-                )
-            options = HttpOptions(port=0, served_model_name="tiny", api_keys=("red",))
-            async with joined_router(folder, list(nodes), http=options, wait=False) as (_, http):
-                http.headers["x-api-key"] = "red"
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, text: str, finish: str = "stop"
+) -> AsyncIterator[tuple[httpx.AsyncClient, FakeNode]]:
+    """A client, and the decode node of a model that always says `text`."""
+    first, rest = tells(text, finish)
+    async with pair(prefill=first, decode=rest) as nodes:
+        for node in nodes:
+            node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
+        options = HttpOptions(port=0, served_model_name="tiny", api_keys=("red",))
+        async with joined_router(folder, list(nodes), http=options, wait=False) as (_, http):
+            http.headers["x-api-key"] = "red"
 
-                async def is_up() -> bool:
-                    return (await http.get("/health")).status_code == 200
+            async def is_up() -> bool:
+                return (await http.get("/health")).status_code == 200
 
-                await eventually(is_up)
-                await use(http, nodes[1])
-
-    asyncio.run(run())
+            await eventually(is_up)
+            yield http, nodes[1]
 
 
-def test_an_answer_with_thinking_text_and_a_call(hermes: Path) -> None:
-    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+async def test_an_answer_with_thinking_text_and_a_call(hermes: Path) -> None:
+    async with serving(hermes, AUTO) as (http, decode):
         system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
         answer = (await http.post("/v1/messages", json={**ASKED, "tools": TOOLS, "system": system})).json()
         assert prompt_of(decode).endswith("<system>Be brief.<user>Warm?<assistant>")
@@ -72,11 +71,9 @@ def test_an_answer_with_thinking_text_and_a_call(hermes: Path) -> None:
         )
         assert used["output_tokens"] > 10
 
-    with_server(hermes, AUTO, use)
 
-
-def test_a_stream(hermes: Path) -> None:
-    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+async def test_a_stream(hermes: Path) -> None:
+    async with serving(hermes, AUTO) as (http, _):
         body = (await http.post("/v1/messages", json={**ASKED, "tools": TOOLS, "stream": True})).text
         events = []
         for event in body.strip().split("\n\n"):
@@ -96,10 +93,8 @@ def test_a_stream(hermes: Path) -> None:
         assert "".join(delta.get("partial_json", "") for delta in deltas) == ARGUMENTS
         assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-2]["usage"]["output_tokens"] > 10
 
-    with_server(hermes, AUTO, use)
 
-
-def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> None:
+async def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Warm?"}]},
         {
@@ -119,7 +114,7 @@ def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> None:
         },
     ]
 
-    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+    async with serving(hermes, "fine") as (http, decode):
         asked = {**ASKED, "messages": messages, "stop_sequences": ["n"], "thinking": {"type": "disabled"}}
         answer = (await http.post("/v1/messages", json=asked)).json()
         prompt = f"<user>Warm?<assistant>I look.(weather {ARGUMENTS})<tool>21<user>Well?<assistant>"
@@ -129,11 +124,9 @@ def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> None:
         counted = await http.post("/v1/messages/count_tokens", json={"messages": messages})
         assert counted.json() == {"input_tokens": len(decode.all(Decode)[-1].work.input_ids)}
 
-    with_server(hermes, "fine", use)
 
-
-def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> None:
-    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+async def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> None:
+    async with serving(write_model(tmp_path / "plain", chat_template=TEMPLATE), "fine") as (http, _):
         for stream in (False, True):
             asked = {**ASKED, "stop_sequences": ["ex"], "stream": stream}
             body = (await http.post("/v1/messages", json=asked)).text
@@ -141,54 +134,34 @@ def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> None:
             told = "".join(event.get("delta", {}).get("text", "") for event in deltas)
             assert told == "fine" if stream else '"text":"fine"' in body
 
-    with_server(write_model(tmp_path / "plain", chat_template=TEMPLATE), "fine", use)
-
 
 @pytest.mark.parametrize(
     ("text", "arguments"), [('{"city": "Zü', {"city": "Zü"}), ('{"city" 1', {"INVALID_JSON": '{"city" 1'})]
 )
-def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict[str, Any]) -> None:
-    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
+async def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict[str, Any]) -> None:
+    async with serving(write_model(tmp_path / "plain", chat_template=TEMPLATE), text, "length") as (http, _):
         asked = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
         answer = (await http.post("/v1/messages", json=asked)).json()
         assert answer["stop_reason"] == "max_tokens"
         assert answer["content"][0]["input"] == arguments
 
-    with_server(write_model(tmp_path / "plain", chat_template=TEMPLATE), text, use, "length")
 
-
-@pytest.mark.parametrize(
-    ("fields", "status", "kind", "named"),
-    [
-        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-        ({"model": "other"}, 404, "not_found_error", "other"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            400,
-            "invalid_request_error",
-            "messages[0].content[0]",
-        ),
-        (
-            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
-            400,
-            "invalid_request_error",
-            "tools[0].type",
-        ),
-        ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "tool_choice"),
-    ],
-)
-def test_errors_have_their_own_form(
-    hermes: Path, fields: dict[str, Any], status: int, kind: str, named: str
-) -> None:
-    async def use(http: httpx.AsyncClient, decode: FakeNode) -> None:
-        refused = await http.post("/v1/messages", json={**ASKED, **fields})
-        told = refused.json()
-        assert (refused.status_code, told["type"], told["error"]["type"]) == (status, "error", kind)
-        assert named in told["error"]["message"]
+async def test_errors_have_their_own_form(hermes: Path) -> None:
+    image = [{"role": "user", "content": [{"type": "image"}]}]
+    async with serving(hermes, "fine") as (http, _):
+        for fields, status, kind, named in (
+            ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+            ({"model": "other"}, 404, "not_found_error", "other"),
+            ({"messages": image}, 400, "invalid_request_error", "messages[0].content[0]"),
+            ({"tools": [{"type": "bash_2025", "name": "x"}]}, 400, "invalid_request_error", "tools[0].type"),
+            ({"tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "tool_choice"),
+        ):
+            refused = await http.post("/v1/messages", json={**ASKED, **fields})
+            told = refused.json()
+            assert (refused.status_code, told["type"], told["error"]["type"]) == (status, "error", kind)
+            assert named in told["error"]["message"]
         unknown = await http.post("/v1/messages", json=ASKED, headers={"x-api-key": "blue"})
         assert unknown.status_code == 401 and unknown.json()["error"]["type"] == "authentication_error"
-
-    with_server(hermes, "fine", use)
 
 
 async def test_a_failure_in_the_middle_of_a_stream(hermes: Path) -> None:

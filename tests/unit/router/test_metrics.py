@@ -56,7 +56,6 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
 OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
     "gauge": (
         "baton:num_queued_reqs",
-        "baton:num_held_reqs",
         "baton:http_connections",
         "baton:http_unsent_bytes",
     ),

@@ -95,6 +95,8 @@ async def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
         answer = await client.post("/generate", json={**body, "sampling_params": params})
         assert [a["meta_info"]["id"] for a in answer.json()] == ["batch_0", "batch_1"]
         assert {of_prompt(nodes[0], i)[0].work.extra_key for i in (3, 4)} == {"tenant"}
+        twice = await client.post("/generate", json={"input_ids": [[5], [6]], "rid": ["x", "x"]})
+        assert twice.status_code == 400 and "'x'" in twice.json()["error"]["message"]
 
 
 async def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: Path) -> None:

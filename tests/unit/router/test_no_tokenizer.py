@@ -48,25 +48,16 @@ async def test_token_ids_are_answered_with_token_ids(bare_folder: Path) -> None:
         assert completion.json()["usage"]["completion_tokens"] == 5
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "reason"),
-    [
-        ("/generate", {"text": "hello"}, "a text needs a tokenizer (--skip-tokenizer-init): give token ids"),
-        ("/v1/completions", {"prompt": "hello"}, "a text needs a tokenizer"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
-        ("/tokenize", {"prompt": "hello"}, "a text needs a tokenizer"),
-        (
-            "/generate",
-            {"input_ids": [5], "sampling_params": {"stop": "end"}},
-            "a stop string needs a tokenizer (--skip-tokenizer-init): give stop_token_ids",
-        ),
-        ("/generate", {"input_ids": [5], "sampling_params": {"stop_regex": "a+"}}, "a stop string needs a"),
-    ],
-)
-async def test_what_needs_a_tokenizer_is_refused(
-    bare_folder: Path, path: str, body: dict[str, object], reason: str
-) -> None:
+async def test_what_needs_a_tokenizer_is_refused(bare_folder: Path) -> None:
     async with joined_pair(bare_folder, http=SKIP) as (_, _, client):
-        response = await client.post(path, json=body)
-        assert response.status_code == 400
-        assert reason in response.text
+        for path, body, reason in (
+            ("/generate", {"text": "hello"}, "a text needs a tokenizer (--skip-tokenizer-init): give token"),
+            ("/v1/completions", {"prompt": "hello"}, "a text needs a tokenizer"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "chat template"),
+            ("/tokenize", {"prompt": "hello"}, "a text needs a tokenizer"),
+            ("/generate", {"input_ids": [5], "sampling_params": {"stop": "end"}}, "give stop_token_ids"),
+            ("/generate", {"input_ids": [5], "sampling_params": {"stop_regex": "a+"}}, "a stop string needs"),
+        ):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400
+            assert reason in response.text

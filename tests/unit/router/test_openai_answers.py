@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
-import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
@@ -44,13 +43,6 @@ async def scored_by_seed(node: FakeNode, message: Prefill | Decode, num_tokens: 
         node.send(Tokens((TokenEntry(message.key, position, token, finish, ReqReport(), logprobs, None),)))
 
 
-async def post(folder: Path, path: str, body: dict[str, Any], **scripts: Any) -> Any:
-    async with joined_pair(folder, **scripts) as (_, _, client):
-        response = await client.post(path, json=body)
-        assert response.status_code == 200, response.text
-        return response.text
-
-
 def check(kind: type[BaseModel], told: dict[str, Any]) -> None:
     """It parses, and says nothing that the type does not know but what is OWN."""
     if (
@@ -72,76 +64,60 @@ def check(kind: type[BaseModel], told: dict[str, Any]) -> None:
     assert unknown(parsed) <= OWN
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("logprobs", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_answers_are_of_the_clients_types(
-    model_folder: Path, path: str, logprobs: bool, stream: bool
-) -> None:
-    chat = path.endswith("chat/completions")
-    body: dict[str, Any] = {
-        "max_tokens": 4,
-        "n": 2,
-        "stream": stream,
-        "stream_options": {"include_usage": True},
-    }
-    body |= {"messages": HI} if chat else {"prompt": ["hi", "you"], "echo": True}
-    if logprobs:
-        body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
-    text = asyncio.run(post(model_folder, path, body, prefill=scored_first_token, decode=scored_story))
-    if not stream:
-        check(ChatCompletion if chat else Completion, json.loads(text))
-        return
-    *told, done = events(text)
-    assert done == "[DONE]"
-    for event in told:
-        for choice in event["choices"]:
-            if not chat and choice["finish_reason"] is None:
-                choice["finish_reason"] = (
-                    "stop"  # OpenAI's type of its own events forgets that it may be null
-                )
-        check(ChatCompletionChunk if chat else Completion, event)
+async def test_answers_are_of_the_clients_types(model_folder: Path) -> None:
+    async with joined_pair(model_folder, prefill=scored_first_token, decode=scored_story) as (_, _, client):
+        for chat, logprobs, stream in itertools.product((False, True), repeat=3):
+            body: dict[str, Any] = {"messages": HI} if chat else {"prompt": ["hi", "you"], "echo": True}
+            if logprobs:
+                body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+            body |= {"stream_options": {"include_usage": True}, "max_tokens": 4, "n": 2, "stream": stream}
+            answer = await client.post(f"/v1/{'chat/' * chat}completions", json=body)
+            assert answer.status_code == 200, answer.text
+            if not stream:
+                check(ChatCompletion if chat else Completion, answer.json())
+                continue
+            *told, done = events(answer.text)
+            assert done == "[DONE]"
+            for event in told:
+                for choice in event["choices"]:
+                    if not chat and choice["finish_reason"] is None:
+                        choice["finish_reason"] = "stop"  # OpenAI's type forgets that it may be null
+                check(ChatCompletionChunk if chat else Completion, event)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_the_likeliest_of_several_are_told(model_folder: Path, n: int) -> None:
-    body = {"prompt": ["hi", "you"], "n": n, "best_of": 4, "max_tokens": 3, "seed": 4}
+async def test_the_likeliest_of_several_are_told(model_folder: Path) -> None:
     scripts = {"prefill": scored_by_seed_first, "decode": scored_by_seed}
-    answer = json.loads(asyncio.run(post(model_folder, "/v1/completions", body, **scripts)))
-    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * n))
-    letters = [choice["text"][0] for choice in answer["choices"]]
-    best = sorted(range(4), key=score, reverse=True)
-    if n == 4:
-        best = list(range(4))  # nothing to choose from: in the order of the seeds
-    first = ord(letters[0]) - best[0]
-    assert letters == [chr(first + seed) for seed in best[:n]] * 2
-    assert all(choice["logprobs"] is None for choice in answer["choices"])
-    assert answer["usage"]["completion_tokens"] == 2 * 4 * 3
+    async with joined_pair(model_folder, **scripts) as (_, _, client):
+        for n in (1, 2, 4):
+            body = {"prompt": ["hi", "you"], "n": n, "best_of": 4, "max_tokens": 3, "seed": 4}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            assert [choice["index"] for choice in answer["choices"]] == list(range(2 * n))
+            letters = [choice["text"][0] for choice in answer["choices"]]
+            best = sorted(range(4), key=score, reverse=True)
+            if n == 4:
+                best = list(range(4))  # nothing to choose from: in the order of the seeds
+            first = ord(letters[0]) - best[0]
+            assert letters == [chr(first + seed) for seed in best[:n]] * 2
+            assert all(choice["logprobs"] is None for choice in answer["choices"])
+            assert answer["usage"]["completion_tokens"] == 2 * 4 * 3
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_scoring_as_lm_eval_asks(model_folder: Path, max_tokens: int) -> None:
+async def test_scoring_as_lm_eval_asks(model_folder: Path) -> None:
     """A list of token ids, echoed with logprobs; one token at most is generated, and not looked at."""
     rows = [[10, 11, 12, 13], [20, 21]]
-    body = {
-        "prompt": rows,
-        "max_tokens": max_tokens,
-        "logprobs": 1,
-        "echo": True,
-        "temperature": 0,
-        "seed": 1234,
-    }
-    scripts = {"prefill": scored_first_token, "decode": scored_story}
-    answer = json.loads(asyncio.run(post(model_folder, "/v1/completions", body, **scripts)))
-    for row, choice in zip(rows, answer["choices"], strict=True):
-        scored = choice["logprobs"]
-        assert len(scored["tokens"]) == len(row) + max_tokens
-        assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
-        assert None not in scored["token_logprobs"][1:]
-        for logprob, top in zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True):
-            assert logprob in top.values()
-    assert answer["usage"]["prompt_tokens"] == 6
-    assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+    body = {"prompt": rows, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    async with joined_pair(model_folder, prefill=scored_first_token, decode=scored_story) as (_, _, client):
+        for max_tokens in (0, 1):
+            answer = (await client.post("/v1/completions", json={**body, "max_tokens": max_tokens})).json()
+            for row, choice in zip(rows, answer["choices"], strict=True):
+                scored = choice["logprobs"]
+                assert len(scored["tokens"]) == len(row) + max_tokens
+                assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
+                assert None not in scored["token_logprobs"][1:]
+                tops = zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True)
+                assert all(logprob in top.values() for logprob, top in tops)
+            assert answer["usage"]["prompt_tokens"] == 6
+            assert answer["usage"]["completion_tokens"] == 2 * max_tokens
 
 
 async def test_models_are_of_the_clients_types(model_folder: Path) -> None:

@@ -21,7 +21,7 @@ from router.dispatch.policy import (
 from router.dispatch.running_req import Attempt
 from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
-from shared.rates import PRIOR_PREFILL_TOKENS_PER_S
+from shared.timeline import PRIOR_PREFILL_TOKENS_PER_S
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
 WORK = Work(IDS, SamplingParams(max_new_tokens=8))

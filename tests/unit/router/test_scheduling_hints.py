@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from router.api.generate_bodies import GenerateBody
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.http.body import Body
-from router.request.fields import read_routing_key
+from router.request.prompt import read_routing_key
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.bodies import validate
@@ -19,26 +20,31 @@ from tests.unit.router.fakes import joined_pair
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", {"text": ["a b c", "d"]}),
-        ("/v1/completions", {"prompt": ["a b c", "d"]}),
-        ("/v1/chat/completions", CHAT),
-    ],
-)
-@pytest.mark.parametrize("way", ["body", "header"])
-async def test_they_reach_both_nodes(model_folder: Path, path: str, body: dict[str, Any], way: str) -> None:
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": {"text": ["a b c", "d"]},
+    "/v1/completions": {"prompt": ["a b c", "d"]},
+    "/v1/chat/completions": CHAT,
+}
+
+
+async def test_they_reach_both_nodes(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (nodes, _, http):
-        headers = {"X-SMG-Routing-Key": "red"} if way == "header" else {}
-        key = {"routing_key": "red"} if way == "body" else {}
-        answer = await http.post(path, json={**body, "priority": -7, **key}, headers=headers)
-        assert answer.status_code == 200
-        await nodes[0].wait_for(Prefill)  # which may be late: the decode node here does not need it
-        sent = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
-        assert {(message.work.priority, message.work.routing_key) for message in sent} == {(-7, "red")}
-        await http.post(path, json=body)
-        assert (nodes[1].all(Decode)[-1].work.priority, nodes[1].all(Decode)[-1].work.routing_key) == (0, "")
+        for (path, body), way in itertools.product(BODIES.items(), ("body", "header")):
+            for node in nodes:
+                node.heard.clear()
+            headers = {"X-SMG-Routing-Key": "red"} if way == "header" else {}
+            key = {"routing_key": "red"} if way == "body" else {}
+            answer = await http.post(path, json={**body, "priority": -7, **key}, headers=headers)
+            assert answer.status_code == 200
+            num_prompts = 1 if body is CHAT else 2
+            await nodes[0].wait_for(Prefill, num_prompts)  # which may be late: the decode node needs it not
+            sent = [*nodes[0].all(Prefill), *nodes[1].all(Decode)]
+            assert len(sent) == 2 * num_prompts
+            assert {(message.work.priority, message.work.routing_key) for message in sent} == {(-7, "red")}
+            await http.post(path, json=body)
+            await nodes[0].wait_for(Prefill, 2 * num_prompts)
+            last = nodes[1].all(Decode)[-1].work
+            assert (last.priority, last.routing_key) == (0, "")
 
 
 def test_the_body_counts_before_the_header() -> None:

@@ -14,7 +14,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from router.http.config import ConnectionOptions
-from router.http.connection import MAX_HEADER_BYTES, MAX_PIPELINED_HEADERS, Connection, Connections
+from router.http.connection import Connection, Connections
 from router.http.responses import error_response
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Role
@@ -204,23 +204,4 @@ def test_what_is_left_of_an_answer_is_not_kept_for_ever(
     loop.advance(58)
     assert not transport.aborted
     loop.advance(62)
-    assert transport.aborted
-
-
-@pytest.mark.parametrize(
-    ("fields", "num_requests"),
-    [
-        (b"x: " + b"y" * (MAX_HEADER_BYTES // 4) + b"\r\n", 4),
-        (b"x: y\r\n" * 90, MAX_PIPELINED_HEADERS // 90 + 1),
-    ],
-    ids=["bytes", "headers"],
-)
-def test_requests_that_wait_are_bounded_by_their_headers(
-    connection: tuple[ManualLoop, BufferedTransport, Connection], fields: bytes, num_requests: int
-) -> None:
-    _, transport, protocol = connection
-    first = b"GET / HTTP/1.1\r\nHost: a\r\n"
-    protocol.data_received(first + b"\r\n" + (first + fields + b"\r\n") * (num_requests - 1))
-    assert not transport.aborted
-    protocol.data_received(first + fields + b"\r\n")
     assert transport.aborted

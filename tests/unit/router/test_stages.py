@@ -123,7 +123,7 @@ def test_a_start_that_costs_what_it_should_is_not_slow() -> None:
     assert start.slow_because is None
     assert start.ttft_s == pytest.approx(0.024)
     assert [stage.stage for stage in start.stages] == [
-        stage for stage in StartStage if stage not in (StartStage.TURN, StartStage.FETCH)
+        stage for stage in StartStage if stage is not StartStage.FETCH
     ]
     assert sum(stage.seconds for stage in start.stages[:-1]) == pytest.approx(start.ttft_s)
     expected = {stage.stage: stage.expected_s for stage in start.stages if stage.expected_s}
@@ -265,18 +265,6 @@ def test_a_prompt_that_was_retracted_counts_its_first_stay_in_each_stage() -> No
     seconds = {stage.stage: stage.seconds for stage in start_of(req).stages}
     assert seconds[StartStage.PREFILL] == pytest.approx(0.02)
     assert seconds[StartStage.DELIVERY] == pytest.approx(0.58)
-
-
-def test_a_turn_among_the_api_keys_is_named() -> None:
-    fleet = measured_fleet()
-    work = Work(IDS, SamplingParams(max_new_tokens=2))
-    greedy = [fleet.dispatcher.start(work, lambda: None, api_key=1) for _ in range(20)]
-    late = fleet.dispatcher.start(work, lambda: None, api_key=2)
-    assert not late.nodes
-    fleet.now += 0.5
-    finish(fleet, greedy[0], USUAL)
-    finish(fleet, late, USUAL)
-    assert start_of(late).slow_because is StartStage.TURN
 
 
 def test_the_metric_counts_slow_starts_by_stage() -> None:

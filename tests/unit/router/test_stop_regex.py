@@ -24,7 +24,7 @@ from router.text.stops import (
     StopPatterns,
     expanded_size,
 )
-from router.text.text_workers import TextWorkers
+from router.text.tokenizer import TextWorkers
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_pair

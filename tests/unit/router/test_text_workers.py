@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.live_rids import LiveRids
 from router.dispatch.running_req import RunningReq
+from router.dispatch.waiting_queue import WaitingQueue
+from router.request.admission import Admissions
 from router.request.generation import Generator
 from router.request.prompt import AnswerOptions, Prompt
-from router.text.text_workers import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, _parts
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, Tokenizer, _parts
 from shared.protocol.messages import Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
@@ -171,7 +172,6 @@ class IdleDispatcher(Dispatcher):
         in_time: bool = False,
         rid: str = "",
         waited_s: float = 0.0,
-        api_key: int | None = None,
     ) -> RunningReq:
         self.turns.append(self.num_turns)
         key = ReqKey("router", str(len(self.turns)))
@@ -194,10 +194,10 @@ async def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int,
     await asyncio.sleep(0)
     work = Work((1,) * prompt_len, SamplingParams())
     prompt = Prompt(rid="a", work=work, options=AnswerOptions(n=n))
-    generator = Generator(dispatcher, LiveRids())
-    claim = generator.claim()
-    claim.take(["a"], [n], whole=None, shared=False)
-    async with generator.open([prompt], Tokenizer(sample("gpt2")), claim):
+    admissions = Admissions(WaitingQueue(time.monotonic), n, lambda: None)
+    generator, admission = Generator(dispatcher, admissions), admissions.beside_the_queue()
+    admission.take(["a"], [n], whole=None, shared=False)
+    async with generator.open([prompt], Tokenizer(sample("gpt2")), admission):
         assert len(dispatcher.turns) == n
     assert max(Counter(dispatcher.turns).values()) <= most_a_turn
     counting.cancel()

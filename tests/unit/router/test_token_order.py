@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.token_order import TokenOrder
+from router.dispatch.running_req import TokenOrder
 
 
 @st.composite

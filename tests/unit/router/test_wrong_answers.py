@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,17 +15,22 @@ import zmq
 from router.dispatch.fleet_view import FAILURES_TO_OPEN
 from router.dispatch.node import Loss
 from router.http.config import DispatchOptions
+from router.nodes.member import Refusal, raise_if_impossible
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
+    PROTOCOL_VERSION,
     Answered,
     Cancel,
     Decode,
     Finish,
     Flush,
+    NodeHello,
+    NodeRef,
     NotCached,
     Prefill,
     ReqReport,
     Role,
+    Struct,
     TokenEntry,
     Tokens,
 )
@@ -266,7 +270,10 @@ def told_raw(*entry: object) -> Lie:
 
 
 OVER_THE_WIRE: dict[str, Lie] = {
-    **{name: says(lie) for name, lie in LIES.items() if "outside" not in name and "cached" not in name},
+    **{
+        name: says(LIES[name])
+        for name in ("the lowest id", "a position that jumps", "a finish without a token")
+    },
     "an id of a larger vocabulary": says(told(at(0, byte_level_tokenizer().get_vocab_size()))),
     "more cached than there is": says(told(at(0, 5, report=ReqReport(cached_tokens=2)))),
     "an id that is a string": told_raw(0, ["5"]),
@@ -317,31 +324,23 @@ async def test_the_client_sees_none_of_it(model_folder: Path, lie: Lie) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "limits", "field"),
+    ("part", "field", "size"),
     [
-        ({"page_size": 0}, {}, "page_size"),
-        ({"page_size": -16}, {}, "page_size"),
-        ({"num_layers": 0}, {}, "num_layers"),
-        ({"head_dim": -8}, {}, "head_dim"),
-        ({}, {"context_length": 0}, "context_length"),
-        ({}, {"max_total_num_tokens": -1}, "max_total_num_tokens"),
-        ({}, {"max_running_requests": 0}, "max_running_requests"),
+        (LAYOUT, "page_size", 0),
+        (LAYOUT, "page_size", -16),
+        (LAYOUT, "num_layers", 0),
+        (LAYOUT, "head_dim", -8),
+        (LIMITS, "context_length", 0),
+        (LIMITS, "max_total_num_tokens", -1),
+        (LIMITS, "max_running_requests", 0),
     ],
 )
-async def test_a_node_of_sizes_that_cannot_be_is_not_used(
-    model_folder: Path, layout: dict[str, int], limits: dict[str, int], field: str
-) -> None:
-    broken = FakeNode(
-        Role.DECODE,
-        "broken",
-        layout=msgspec.structs.replace(LAYOUT, **layout),
-        limits=msgspec.structs.replace(LIMITS, **limits),
-    )
-    async with broken, joined_router(model_folder, [broken], wait=False) as (_, client):
-        wanted = f"{field}: {(layout | limits)[field]} is below 1"
-        while (member := (await client.get("/health")).json()["decode"][0]).get("reason") != wanted:
-            await asyncio.sleep(0.02)
-        assert member["state"] == "refused"
+def test_a_node_of_sizes_that_cannot_be_is_refused(part: Struct, field: str, size: int) -> None:
+    broken = msgspec.structs.replace(part, **{field: size})
+    layout, limits = (broken, LIMITS) if part is LAYOUT else (LAYOUT, broken)
+    hello = NodeHello(NodeRef("d", "d#1", ""), Role.DECODE, layout, limits, {}, PROTOCOL_VERSION)  # type: ignore[arg-type]
+    with pytest.raises(Refusal, match=f"{field}: {size} is below 1"):
+        raise_if_impossible(hello)
 
 
 async def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> None:
@@ -351,12 +350,12 @@ async def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> Non
         FakeNode(Role.DECODE, "honest") as honest,
         joined_router(model_folder, [liar, honest]) as (router, _),
     ):
-        nodes: Iterator[Any] = (n for n in router._membership.all_live() if n.ref.node_id == "honest")
+        nodes: Iterator[Any] = (n for n in router.membership.all_live() if n.ref.node_id == "honest")
         honest.flushes = True
 
         def ask(call_id: int) -> Flush:
             liar.send(Answered(call_id, False, "told by another node"))
             return Flush(call_id)
 
-        answers = await router._membership.call(ask, 10.0, [next(nodes)])
+        answers = await router.membership.call(ask, 10.0, [next(nodes)])
         assert answers["honest"].ok

@@ -8,8 +8,7 @@ from shared.errors import RequestError
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.check_request import accept
-from shared.scheduling.req import Req
+from shared.scheduling.req import Req, accept
 
 LIMITS = NodeLimits(context_length=64, max_total_num_tokens=100, max_running_requests=4)
 VOCAB_SIZE = 50

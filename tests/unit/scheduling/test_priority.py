@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shared.config import ScheduleOptions
-from shared.scheduling.priority import Arrival, PriorityRule, choose_victims
+from shared.scheduling.schedule_policy import Arrival, PriorityRule, choose_victims
 from tests.prop.stepping import Stepping, new_req, rids
 from tests.unit.scheduling.conftest import MakeReq
 

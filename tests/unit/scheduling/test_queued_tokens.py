@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shared.engine.vitals import QueuedTokens
 from shared.protocol.sampling_params import SamplingParams
-from shared.scheduling.queued_tokens import QueuedTokens
 from tests.cluster import Cluster
 from tests.sim.test_races import config
 from tests.token_engine import token_engine

@@ -14,10 +14,10 @@ constexpr int64_t kKeys = 64, kRuns = kKeys / 16;
 inline int64_t key_of_lane(int64_t lane) { return lane % kRuns * 16 + lane / kRuns; }
 
 // The lanes [first, first + 16) whose keys are among the first `count` of a block.
-inline __mmask16 lanes_of_keys(int64_t first, int64_t count) {
+inline Lanes lanes_of_keys(int64_t first, int64_t count) {
   static_assert(kRuns == 4);
-  const __m512i keys = _mm512_setr_epi32(0, 16, 32, 48, 1, 17, 33, 49, 2, 18, 34, 50, 3, 19, 35, 51);
-  return _mm512_cmplt_epi32_mask(keys, _mm512_set1_epi32(int(count - first / kRuns)));
+  alignas(64) static constexpr int32_t kKeysOfLanes[] = {0, 16, 32, 48, 1, 17, 33, 49, 2, 18, 34, 50, 3, 19, 35, 51};
+  return less(load_words(kKeysOfLanes), words(int(count - first / kRuns)));
 }
 
 // The lanes before and up to the last of the first `count` keys.
@@ -99,9 +99,9 @@ class KeyReader {
   }
 
   static void unpack16(const char* codes, bf16* to) {
-    const __m512i x = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(x)), 16);  // the lower half is 0
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(upper));
+    const Words x = from_signed(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const Words upper = shift_right(as_words(to_floats(x)), 16);  // the lower half is 0
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_halves(upper));
   }
 
   const KVPages kv_;
@@ -126,9 +126,9 @@ struct PackedKeys {
 inline void PackedKeys::pack(const KeyBlock& block, const KeyBlock& next, int64_t head_dim) const {
   const int64_t chunks = num_chunks(head_dim), dim = 32 * chunks;
   for (int64_t lane = 0; lane < kKeys; lane += 16) {
-    const __mmask16 there = lanes_of_keys(lane, block.keys->count);
+    const Lanes there = lanes_of_keys(lane, block.keys->count);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      __m512i square[16];
+      Words square[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) {
         square[i] = load_chunk(block.k_row(lane + i), chunk, head_dim);
@@ -137,20 +137,20 @@ inline void PackedKeys::pack(const KeyBlock& block, const KeyBlock& next, int64_
       transpose(square);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++)
-        _mm512_store_si512(k.data + ((16 * chunk + i) * kKeys + lane) * 2, _mm512_maskz_mov_epi32(there, square[i]));
+        store(k.data + ((16 * chunk + i) * kKeys + lane) * 2, where(there, square[i]));
     }
   }
   auto load_value = [&](int64_t lane, int64_t chunk) {
     _mm_prefetch(next.v_row(lane) + 32 * chunk, _MM_HINT_T1);
-    const __mmask16 there = key_of_lane(lane) < block.keys->count ? 0xffff : 0;
-    return _mm512_maskz_mov_epi32(there, load_chunk(block.v_row(lane), chunk, head_dim));
+    const Lanes there = lanes_before(key_of_lane(lane) < block.keys->count ? 16 : 0);
+    return where(there, load_chunk(block.v_row(lane), chunk, head_dim));
   };
   for (int64_t lane = 0; lane < kKeys; lane += 2)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      const __m512i even = load_value(lane, chunk), odd = load_value(lane + 1, chunk);
+      const Words even = load_value(lane, chunk), odd = load_value(lane + 1, chunk);
       bf16* pair = v.data + lane * dim + 64 * chunk;
-      _mm512_store_si512(pair, interleave_low(even, odd));
-      _mm512_store_si512(pair + 32, interleave_high(even, odd));
+      store(pair, interleave_low(even, odd));
+      store(pair + 32, interleave_high(even, odd));
     }
 }
 

@@ -20,38 +20,37 @@ inline int64_t num_chunks(int64_t head_dim) { return (head_dim + 31) / 32; }
 // The factor from q . k to an exponent of two.
 inline float score_scale(int64_t head_dim) { return 1.44269504f / std::sqrt(float(head_dim)); }
 
-inline __m512i load_chunk(const bf16* row, int64_t chunk, int64_t head_dim) {
+inline Words load_chunk(const bf16* row, int64_t chunk, int64_t head_dim) {
   const bf16* from = row + 32 * chunk;
-  if (32 * chunk + 32 <= head_dim) return _mm512_loadu_si512(from);
-  return _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return 32 * chunk + 32 <= head_dim ? load_words(from) : load_half(from);
 }
 
-inline __m512i interleave_low(__m512i even, __m512i odd) { return _mm512_unpacklo_epi16(even, odd); }
-inline __m512i interleave_high(__m512i even, __m512i odd) { return _mm512_unpackhi_epi16(even, odd); }
+inline Words interleave_low(Words even, Words odd) { return interleave_low_16(even, odd); }
+inline Words interleave_high(Words even, Words odd) { return interleave_high_16(even, odd); }
 
 // Stores a chunk of the result, times `scale`, in the order of head_dim.
-inline void store_chunk(bf16* row, int64_t chunk, int64_t head_dim, __m512 low, __m512 high, __m512 scale) {
-  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(_mm512_mul_ps(low, scale))),
-                                          narrow(_mm512_mul_ps(high, scale)), 1);
-  const __m512i sorted = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), both);
-  if (32 * chunk + 32 <= head_dim) _mm512_storeu_si512(row + 32 * chunk, sorted);
-  else _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + 32 * chunk), _mm512_castsi512_si256(sorted));
+inline void store_chunk(bf16* row, int64_t chunk, int64_t head_dim, Floats low, Floats high, Floats scale) {
+  const __m256i a = narrow(low * scale), b = narrow(high * scale);
+  const __m256i even = _mm256_unpacklo_epi64(a, b), odd = _mm256_unpackhi_epi64(a, b);
+  __m256i* const to = reinterpret_cast<__m256i*>(row + 32 * chunk);
+  _mm256_storeu_si256(to, _mm256_permute2x128_si256(even, odd, 0x20));
+  if (32 * chunk + 32 <= head_dim) _mm256_storeu_si256(to + 1, _mm256_permute2x128_si256(even, odd, 0x31));
 }
 
 // 2^x for x <= 0, relative error below 2e-7 (minimax polynomial of degree 5 on [0, 1), 1 at 0). 0 below -126.
-inline __m512 exp2_16(__m512 x) {
-  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // true for NaN
-  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 p = _mm512_set1_ps(1.867130570e-3f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.017029253e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.579991388e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.401644499e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931513118e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(normal, p, x);
+inline Floats exp2_16(Floats x) {
+  const Lanes tiny = less(x, floats(-126.0f));
+  const Floats f = fraction(x);
+  Floats p = floats(1.867130570e-3f);
+  p = fmadd(p, f, floats(9.017029253e-3f));
+  p = fmadd(p, f, floats(5.579991388e-2f));
+  p = fmadd(p, f, floats(2.401644499e-1f));
+  p = fmadd(p, f, floats(6.931513118e-1f));
+  p = fmadd(p, f, floats(1.0f));
+  return where(~tiny, times_power(p, x));
 }
 
-inline float exp2_one(float x) { return _mm512_cvtss_f32(exp2_16(_mm512_set1_ps(x))); }
+inline float exp2_one(float x) { return _mm256_cvtss_f32(lower(exp2_16(floats(x)))); }
 
 // Offsets in bytes of the rows of tokens [first, first + count) of a sequence, and of their scales, from the first page
 // and for head 0. Head h adds h * head_nbytes().

@@ -13,13 +13,13 @@ constexpr int64_t kSplit = 512;
 static_assert(kSplit % kKeys == 0);
 
 // 2^x, relative error below 7.5e-5 (minimax polynomial of degree 3 on [0, 1)), a fiftieth of what bf16 rounds off.
-inline __m512 rough_exp2_16(__m512 x) {
-  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 p = _mm512_set1_ps(7.802452264e-2f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.260671554e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.958335405e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.999252186e-1f));
-  return _mm512_scalef_ps(p, x);
+inline Floats rough_exp2_16(Floats x) {
+  const Floats f = fraction(x);
+  Floats p = floats(7.802452264e-2f);
+  p = fmadd(p, f, floats(2.260671554e-1f));
+  p = fmadd(p, f, floats(6.958335405e-1f));
+  p = fmadd(p, f, floats(9.999252186e-1f));
+  return times_power(p, x);
 }
 
 // The softmax states of rows that lie one after the other. Weights are 2^(score - reference).
@@ -48,41 +48,41 @@ struct States {
 constexpr float kHeadroom = 8;
 
 [[gnu::noinline]] inline void raise_reference(float reference, const States& row) {
-  const __m512 shrink = _mm512_set1_ps(exp2_one(*row.references - reference));
+  const Floats shrink = floats(exp2_one(*row.references - reference));
   *row.references = reference;
-  _mm512_store_ps(row.totals, _mm512_mul_ps(_mm512_load_ps(row.totals), shrink));
+  store(row.totals, load_floats(row.totals) * shrink);
   for (int64_t d = 0; d < row.dim; d += 16)
-    _mm512_store_ps(row.sums + d, _mm512_mul_ps(_mm512_load_ps(row.sums + d), shrink));
+    store(row.sums + d, load_floats(row.sums + d) * shrink);
 }
 
 // Turns the products of the first row of `row` into weights. If kMasked, the weights of keys from `visible` on are 0.
 // With `scales` products are of codes, and so are those that the weights are for; the totals are of weights alone.
 template <bool kMasked>
-[[gnu::always_inline]] inline void softmax_row(const float* products, int64_t visible, __m512 scale,
+[[gnu::always_inline]] inline void softmax_row(const float* products, int64_t visible, Floats scale,
                                                const KeyScales* scales, const States& row, bf16* weights) {
   static_assert(kKeys == 64);
-  __m512 x[4], w[4];
+  Floats x[4], w[4];
   for (int i = 0; i < 4; i++) {
-    x[i] = _mm512_load_ps(products + 16 * i);
-    if (scales) x[i] = _mm512_mul_ps(x[i], _mm512_load_ps(scales->k + 16 * i));
-    if (kMasked) x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes_of_keys(16 * i, visible), x[i]);
+    x[i] = load_floats(products + 16 * i);
+    if (scales) x[i] = x[i] * load_floats(scales->k + 16 * i);
+    if (kMasked) x[i] = select(lanes_of_keys(16 * i, visible), x[i], floats(-INFINITY));
   }
-  const __m512 highest = _mm512_mul_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])), scale);
-  if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(*row.references + kHeadroom), _CMP_GT_OQ))
-    raise_reference(_mm512_reduce_max_ps(highest), row);
-  const __m512 reference = _mm512_set1_ps(*row.references);
+  const Floats highest = max(max(x[0], x[1]), max(x[2], x[3])) * scale;
+  if (bits(less(floats(*row.references + kHeadroom), highest)) != 0)
+    raise_reference(max_lanes(highest), row);
+  const Floats reference = floats(*row.references);
   for (int i = 0; i < 4; i++) {
-    w[i] = rough_exp2_16(_mm512_fmsub_ps(x[i], scale, reference));
-    store16(weights + 16 * i, scales ? _mm512_mul_ps(w[i], _mm512_load_ps(scales->v + 16 * i)) : w[i]);
+    w[i] = rough_exp2_16(fmsub(x[i], scale, reference));
+    store16(weights + 16 * i, scales ? w[i] * load_floats(scales->v + 16 * i) : w[i]);
   }
-  const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
-  _mm512_store_ps(row.totals, _mm512_add_ps(_mm512_load_ps(row.totals), sum));
+  const Floats sum = (w[0] + w[1]) + (w[2] + w[3]);
+  store(row.totals, load_floats(row.totals) + sum);
 }
 
 // Adds the block that `strips` has taken to the states of rows [0, num_rows) with queries q [rows][dim]. Row i sees the
 // first visible(i) keys of the block, and no row sees fewer than the row before it.
 template <class Strips, class Visible>
-[[gnu::always_inline]] inline void add_block(Strips& strips, const bf16* q, int64_t num_rows, __m512 scale,
+[[gnu::always_inline]] inline void add_block(Strips& strips, const bf16* q, int64_t num_rows, Floats scale,
                                              const KeyScales* scales, const States& states, Visible&& visible) {
   alignas(64) float products[Strips::kHeight * kKeys];
   alignas(64) bf16 weights[Strips::kHeight * kKeys];
@@ -104,10 +104,10 @@ template <class Strips, class Visible>
 // Merges the first row of `part`, a later split, into that of `whole`.
 inline void merge(const States& whole, const States& part) {
   const float reference = std::max(*whole.references, *part.references);
-  const __m512 keep = _mm512_set1_ps(exp2_one(*whole.references - reference));
-  const __m512 take = _mm512_set1_ps(exp2_one(*part.references - reference));
+  const Floats keep = floats(exp2_one(*whole.references - reference));
+  const Floats take = floats(exp2_one(*part.references - reference));
   auto blend = [&](float* to, const float* from) {
-    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(from), take, _mm512_mul_ps(_mm512_load_ps(to), keep)));
+    store(to, fmadd(load_floats(from), take, load_floats(to) * keep));
   };
   for (int64_t d = 0; d < whole.dim; d += 16) blend(whole.sums + d, part.sums + d);
   blend(whole.totals, part.totals);
@@ -116,10 +116,10 @@ inline void merge(const States& whole, const States& part) {
 
 // Stores the result of the first row of `states`.
 inline void store_result(const States& states, int64_t head_dim, bf16* out) {
-  const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(states.totals)));
+  const Floats factor = floats(1.0f / sum_lanes(load_floats(states.totals)));
   for (int64_t c = 0; c < num_chunks(head_dim); c++) {
     const float* sums = states.sums + 32 * c;
-    store_chunk(out, c, head_dim, _mm512_load_ps(sums), _mm512_load_ps(sums + 16), factor);
+    store_chunk(out, c, head_dim, load_floats(sums), load_floats(sums + 16), factor);
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace baton {
 
-// Strips of up to 6 rows in AVX512. The products are functions of their own, so that they have all registers.
+// Strips of up to 6 rows in vectors. The products are functions of their own, so that they have all registers.
 class VectorStrips {
  public:
   static constexpr int64_t kHeight = 6;
@@ -22,14 +22,19 @@ class VectorStrips {
 
   // products [row][lane] = q k^T
   void multiply_keys(int64_t rows, const bf16* q, float* products) {
-    with_rows(rows, [&](auto num) { multiply_keys_of<num>(q, keys_.k.data, dim_, products); });
+    with_rows(rows, [&](auto num) {
+      constexpr int N = vectors_at_once(num);
+      for (int64_t lane = 0; lane < kKeys; lane += 16 * N)
+        multiply_keys_of<num, N>(q, keys_.k.data + 2 * lane, dim_, products + lane);
+    });
   }
 
   // sums [row][dim] += weights v, over the first num_lanes lanes
   void add_values(int64_t rows, const bf16* weights, int64_t num_lanes, float* sums) {
     with_rows(rows, [&](auto num) {
+      constexpr int N = vectors_at_once(num);
       int64_t d = 0;
-      for (; d + 64 <= dim_; d += 64) add_values_of<num, 4>(weights, keys_.v.data, num_lanes, dim_, d, sums);
+      for (; d + 16 * N <= dim_; d += 16 * N) add_values_of<num, N>(weights, keys_.v.data, num_lanes, dim_, d, sums);
       if (d < dim_) add_values_of<num, 2>(weights, keys_.v.data, num_lanes, dim_, d, sums);
     });
   }
@@ -53,45 +58,45 @@ class VectorStrips {
     return value;
   }
 
-  template <int R>
+  template <int R, int N>
   [[gnu::noinline]] static void multiply_keys_of(const bf16* q, const bf16* k, int64_t dim, float* products) {
-    __m512 sums[R][4];
+    Floats sums[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) sums[r][i] = _mm512_setzero_ps();
+      for (int i = 0; i < N; i++) sums[r][i] = floats(0.0f);
     for (int64_t d = 0; d < dim / 2; d++) {
-      __m512i keys[4];
+      Words keys[N];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) keys[i] = _mm512_load_si512(k + (d * kKeys + 16 * i) * 2);
+      for (int i = 0; i < N; i++) keys[i] = load_words(k + (d * kKeys + 16 * i) * 2);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const __m512i query = _mm512_set1_epi32(pair(q + r * dim + 2 * d));
+        const Words query = words(pair(q + r * dim + 2 * d));
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) sums[r][i] = dot_pairs(sums[r][i], query, keys[i]);
+        for (int i = 0; i < N; i++) sums[r][i] = dot_pairs(sums[r][i], query, keys[i]);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) _mm512_store_ps(products + r * kKeys + 16 * i, sums[r][i]);
+      for (int i = 0; i < N; i++) store(products + r * kKeys + 16 * i, sums[r][i]);
   }
 
   template <int R, int N>
   [[gnu::noinline]] static void add_values_of(const bf16* weights, const bf16* v, int64_t num_lanes, int64_t dim,
                                               int64_t first, float* sums) {
-    __m512 x[R][N];
+    Floats x[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int i = 0; i < N; i++) x[r][i] = _mm512_load_ps(sums + r * dim + first + 16 * i);
+      for (int i = 0; i < N; i++) x[r][i] = load_floats(sums + r * dim + first + 16 * i);
     for (int64_t lane = 0; lane < num_lanes; lane += 2) {
-      __m512i values[N];
+      Words values[N];
 #pragma GCC unroll 4
-      for (int i = 0; i < N; i++) values[i] = _mm512_load_si512(v + lane * dim + (first + 16 * i) * 2);
+      for (int i = 0; i < N; i++) values[i] = load_words(v + lane * dim + (first + 16 * i) * 2);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const __m512i weight = _mm512_set1_epi32(pair(weights + r * kKeys + lane));
+        const Words weight = words(pair(weights + r * kKeys + lane));
 #pragma GCC unroll 4
         for (int i = 0; i < N; i++) x[r][i] = dot_pairs(x[r][i], weight, values[i]);
       }
@@ -99,7 +104,7 @@ class VectorStrips {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int i = 0; i < N; i++) _mm512_store_ps(sums + r * dim + first + 16 * i, x[r][i]);
+      for (int i = 0; i < N; i++) store(sums + r * dim + first + 16 * i, x[r][i]);
   }
 
   const int64_t head_dim_, dim_;

@@ -34,7 +34,7 @@ void finish(const Call& call, const Splits& splits, int64_t b, int64_t first_spl
 template <class Strips>
 void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std::vector<int64_t>& num_splits) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim();
-  const __m512 scale = _mm512_set1_ps(score_scale(head_dim));
+  const Floats scale = floats(score_scale(head_dim));
   const Scratch<bf16> q(call.num_heads * dim);  // of the task's sequence
   Strips strips(head_dim);
   KeyReader reader(call.kv);

@@ -1,7 +1,7 @@
 // Products of decode attention: a few query heads of one KV head and a block of keys that is read only once.
 //
 // The sums have the order of attention_strips.h. Packing a block for so few rows would cost as much as reading it, so
-// AVX512 takes K and V as they lie in their pages. For each line of a block it prefetches one of the next block. Rows
+// HeadStrips takes K and V as they lie in their pages. For each line of a block it prefetches one of the next block. Rows
 // of K are read one after the other, as the hardware prefetches them.
 #pragma once
 #include "attention_keys.h"
@@ -29,7 +29,7 @@ class HeadStrips {
   // sums [head][dim] += weights v, over the first num_lanes lanes
   void add_values(int64_t heads, const bf16* weights, int64_t num_lanes, float* sums) {
     with_heads(heads, [&](auto num) {
-      constexpr int kChunks = num <= 2 ? 4 : 2;
+      constexpr int kChunks = std::min(num <= 2 ? 4 : 2, vectors_at_once(2 * num));
       const int64_t chunks = num_chunks(head_dim());
       int64_t c = 0;
       for (; c + kChunks <= chunks; c += kChunks) add_values_of<num, kChunks>(c, weights, num_lanes, sums);
@@ -53,30 +53,27 @@ class HeadStrips {
     }
   }
 
-  static __m512i pair(const bf16* from) {
+  static Words pair(const bf16* from) {
     int32_t value;
     std::memcpy(&value, from, 4);
-    return _mm512_set1_epi32(value);
+    return words(value);
   }
 
   static constexpr int64_t kElementNbytes = kTakesCodes ? 1 : sizeof(bf16);
   static constexpr int64_t kLine = 64 / kElementNbytes;  // dims of a cache line
 
   // Four times four bytes of 16 keys, pairs of dims or quads of codes, with keys as lanes.
-  static void load_keys(const char* k, const int64_t* rows, __m512i (&pairs)[4]) {
-    __m512i x[4];  // row 4 * l + i in quarter l of x[i]
+  static void load_keys(const char* k, const int64_t* rows, Words (&pairs)[4]) {
+    Words x[4];  // row 4 * l + i in quarter l of x[i]
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      auto row = [&](int l) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(k + rows[4 * l + i])); };
-      x[i] = _mm512_zextsi128_si512(row(0));
-      x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x00f0, row(1));
-      x[i] = _mm512_mask_broadcast_i32x4(x[i], 0x0f00, row(2));
-      x[i] = _mm512_mask_broadcast_i32x4(x[i], 0xf000, row(3));
+      const auto row = [&](int l) { return k + rows[4 * l + i]; };
+      x[i] = load_quarters(row(0), row(1), row(2), row(3));
     }
-    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
-    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-    pairs[0] = _mm512_unpacklo_epi64(a, c), pairs[1] = _mm512_unpackhi_epi64(a, c);
-    pairs[2] = _mm512_unpacklo_epi64(b, d), pairs[3] = _mm512_unpackhi_epi64(b, d);
+    const Words a = interleave_low_32(x[0], x[1]), b = interleave_high_32(x[0], x[1]);
+    const Words c = interleave_low_32(x[2], x[3]), d = interleave_high_32(x[2], x[3]);
+    pairs[0] = interleave_low_64(a, c), pairs[1] = interleave_high_64(a, c);
+    pairs[2] = interleave_low_64(b, d), pairs[3] = interleave_high_64(b, d);
   }
 
   template <int Heads>
@@ -84,15 +81,15 @@ class HeadStrips {
     const int64_t dim = padded_dim(), lines = (head_dim() + kLine - 1) / kLine;
     int64_t line = 0;  // of the next block
     for (int64_t lane = 0; lane < kKeys; lane += 16) {
-      __m512 sums[Heads];
-      for (int h = 0; h < Heads; h++) sums[h] = _mm512_setzero_ps();
+      Floats sums[Heads];
+      for (int h = 0; h < Heads; h++) sums[h] = floats(0.0f);
       for (int64_t d = 0; d < head_dim(); d += 16 / kElementNbytes) {
-        __m512i keys[4];
+        Words keys[4];
         load_keys(block_.k + d * kElementNbytes, block_.keys->rows + lane, keys);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++, line++)
           _mm_prefetch(next_.k + next_.keys->rows[line / lines] + line % lines * 64, _MM_HINT_T1);
-        const auto add = [&](int64_t first, __m512i pairs) {
+        const auto add = [&](int64_t first, Words pairs) {
 #pragma GCC unroll 4
           for (int h = 0; h < Heads; h++) sums[h] = dot_pairs(sums[h], pair(q + h * dim + first), pairs);
         };
@@ -106,25 +103,25 @@ class HeadStrips {
           }
         }
       }
-      for (int h = 0; h < Heads; h++) _mm512_store_ps(products + h * kKeys + lane, sums[h]);
+      for (int h = 0; h < Heads; h++) store(products + h * kKeys + lane, sums[h]);
     }
   }
 
   template <int Heads, int Chunks>
   [[gnu::noinline]] void add_values_of(int64_t c, const bf16* weights, int64_t num_lanes, float* sums) const {
     const int64_t dim = padded_dim();
-    __m512 x[Heads][2 * Chunks];
+    Floats x[Heads][2 * Chunks];
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; h++)
 #pragma GCC unroll 8
-      for (int i = 0; i < 2 * Chunks; i++) x[h][i] = _mm512_load_ps(sums + h * dim + 32 * c + 16 * i);
+      for (int i = 0; i < 2 * Chunks; i++) x[h][i] = load_floats(sums + h * dim + 32 * c + 16 * i);
     for (int64_t lane = 0; lane < num_lanes; lane += 2) {
       const char *even = block_.v + block_.keys->rows[lane], *odd = block_.v + block_.keys->rows[lane + 1];
       for (int64_t d = 0; c == 0 && d < head_dim(); d += kLine) {
         _mm_prefetch(next_.v + next_.keys->rows[lane] + d * kElementNbytes, _MM_HINT_T1);
         _mm_prefetch(next_.v + next_.keys->rows[lane + 1] + d * kElementNbytes, _MM_HINT_T1);
       }
-      __m512i values[2 * Chunks];
+      Words values[2 * Chunks];
 #pragma GCC unroll 4
       for (int i = 0; i < Chunks; i++) {
         if constexpr (kTakesCodes) {
@@ -132,14 +129,14 @@ class HeadStrips {
           const Bytes bytes = Bytes::of_rows(even + first, odd + first, head_dim() - first);
           values[2 * i] = bytes.interleaved(0), values[2 * i + 1] = bytes.interleaved(4);
         } else {
-          const __m512i a = load_chunk(reinterpret_cast<const bf16*>(even), c + i, head_dim());
-          const __m512i b = load_chunk(reinterpret_cast<const bf16*>(odd), c + i, head_dim());
+          const Words a = load_chunk(reinterpret_cast<const bf16*>(even), c + i, head_dim());
+          const Words b = load_chunk(reinterpret_cast<const bf16*>(odd), c + i, head_dim());
           values[2 * i] = interleave_low(a, b), values[2 * i + 1] = interleave_high(a, b);
         }
       }
 #pragma GCC unroll 4
       for (int h = 0; h < Heads; h++) {
-        const __m512i weight = pair(weights + h * kKeys + lane);
+        const Words weight = pair(weights + h * kKeys + lane);
 #pragma GCC unroll 8
         for (int i = 0; i < 2 * Chunks; i++) x[h][i] = dot_pairs(x[h][i], weight, values[i]);
       }
@@ -147,7 +144,7 @@ class HeadStrips {
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; h++)
 #pragma GCC unroll 8
-      for (int i = 0; i < 2 * Chunks; i++) _mm512_store_ps(sums + h * dim + 32 * c + 16 * i, x[h][i]);
+      for (int i = 0; i < 2 * Chunks; i++) store(sums + h * dim + 32 * c + 16 * i, x[h][i]);
   }
 
   const int64_t any_head_dim_;

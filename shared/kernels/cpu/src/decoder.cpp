@@ -2,40 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <new>
 #include <vector>
 
 #include "norm_rope.h"
+#include "scratch.h"
 #include "status.h"
 
 namespace baton {
 namespace {
-
-// Memory for one array of a forward. It keeps the size of the largest forward so far.
-template <class T>
-class Scratch {
- public:
-  Scratch() = default;
-  ~Scratch() { std::free(data_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  T* of(int64_t count) {
-    if (count > size_) {
-      std::free(data_);
-      size_ = 0;
-      data_ = static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64));
-      if (data_ == nullptr) throw std::bad_alloc();
-      size_ = count;
-    }
-    return data_;
-  }
-
- private:
-  T* data_ = nullptr;
-  int64_t size_ = 0;
-};
 
 class Decoder {
  public:
@@ -55,6 +30,7 @@ class Decoder {
   void keep_wanted(float*& residual, bf16*& attended);
   void attend(const BatchDesc&, const KVPages&, const bf16* q, bf16* out);
   void mlp(const LayerDesc&, float* residual, int64_t num_rows);
+  void experts(const LayerDesc&, float* residual, int64_t num_rows);
   Codes codes_of(int64_t m, const PackedLinear&);
   const bf16* in_order(const bf16* x, int64_t m, const PackedLinear&);
   Rows normed(const float* residual, int64_t m, const float* weight, const PackedLinear& reader);
@@ -68,9 +44,9 @@ class Decoder {
   std::vector<int64_t> ids_, positions_, pages_, offsets_, wanted_;
   Scratch<float> residual_, wanted_residual_, rotary_;
   Scratch<bf16> normed_, wide_, q_, attended_, ordered_;
-  Scratch<int8_t> codes_;
-  Scratch<float> code_scales_;
-  Scratch<int32_t> code_sums_;
+  CodesScratch codes_;
+  Scratch<float> scores_;
+  Experts experts_;
 };
 
 KVPages Decoder::pages_of(int64_t layer) const {
@@ -125,20 +101,20 @@ Status Decoder::forward(const BatchDesc& batch) {
   list_wanted(batch);
   const int64_t num_tokens = ids_.size(), num_wanted = wanted_.size(), d = model_.hidden_size;
   float* residual = residual_.of(num_tokens * d);
-  bf16* qkv = wide_.of(std::max(num_tokens, num_wanted) * std::max(qkv_size(), model_.intermediate_size));
   bf16* q = q_.of(std::max(num_tokens, num_wanted) * q_size());
   bf16* attended = attended_.of(num_tokens * q_size());
   float* rotary = rotary_.of(num_tokens * model_.head_dim);
-  rotary_cos_sin(team_, positions_.data(), num_tokens, model_.rotary_frequencies, model_.head_dim / 2, rotary);
+  rotary_cos_sin(team_, positions_.data(), num_tokens, model_.rotary_waves, model_.head_dim / 2, rotary);
   embed(team_, ids_.data(), num_tokens, model_.embed, d, residual);
 
   for (int64_t i = 0; i < model_.num_layers; i++) {
     const LayerDesc& layer = layers_[i];
     const KVPages pages = pages_of(i);
     const bool is_last = i + 1 == model_.num_layers;
-    linear(team_, normed(residual, num_tokens, layer.input_norm, layer.qkv), num_tokens, layer.qkv, qkv);
-    norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps}, rotary, pages,
-                    pages_.data(), offsets_.data(), q);
+    bf16* qkv = wide_.of(num_tokens * qkv_size());
+    linear(team_, normed(residual, num_tokens, layer.attention_norm, layer.qkv), num_tokens, layer.qkv, qkv);
+    norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps, layer.whole_qk != 0},
+                    rotary, pages, pages_.data(), offsets_.data(), q);
     int64_t num_rows = num_tokens;
     if (is_last && (num_rows = num_wanted) == 0) {
       __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
@@ -147,7 +123,8 @@ Status Decoder::forward(const BatchDesc& batch) {
     attend(batch, pages, q, attended);
     if (is_last) keep_wanted(residual, attended);
     linear_add(team_, rows_of(attended, num_rows, layer.o), num_rows, layer.o, residual);
-    mlp(layer, residual, num_rows);
+    if (layer.experts) experts(layer, residual, num_rows);
+    else mlp(layer, residual, num_rows);
     __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
   }
   if (batch.num_sampled > 0) logits(residual, batch.num_sampled, batch.logits);
@@ -179,10 +156,18 @@ void Decoder::attend(const BatchDesc& batch, const KVPages& pages, const bf16* q
 }
 
 void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {
-  bf16* product = wide_.of(0);
-  const Rows x = normed(residual, num_rows, layer.post_attention_norm, layer.gate_up);
+  bf16* product = wide_.of(num_rows * layer.down.k);
+  const Rows x = normed(residual, num_rows, layer.mlp_norm, layer.gate_up);
   linear_silu_mul(team_, x, num_rows, layer.gate_up, product);
   linear_add(team_, rows_of(product, num_rows, layer.down), num_rows, layer.down, residual);
+}
+
+void Decoder::experts(const LayerDesc& layer, float* residual, int64_t num_rows) {
+  const ExpertsDesc& experts = *layer.experts;
+  const Rows x = normed(residual, num_rows, layer.mlp_norm, experts.router);
+  float* const scores = scores_.of(num_rows * experts.num_experts);
+  linear_float(team_, x, num_rows, experts.router, scores);
+  experts_.add(team_, experts, x.values, scores, num_rows, residual);
 }
 
 void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
@@ -191,8 +176,7 @@ void Decoder::logits(const float* hidden, int64_t num_rows, float* out) {
 
 // The codes of m rows for a weight. They are good until the next call.
 Codes Decoder::codes_of(int64_t m, const PackedLinear& w) {
-  const int64_t groups = m * (w.k / w.group);
-  return {codes_.of(m * w.k), code_scales_.of(groups), code_sums_.of(groups), w.k, w.group, w.order};
+  return codes_.of(m, w.k, w.group, w.order);
 }
 
 // The norm of m rows, as `reader` reads them. Good until the next call.

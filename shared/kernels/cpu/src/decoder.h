@@ -1,8 +1,9 @@
-// A whole forward of the dense decoder family (Llama, Mistral, Qwen2, Qwen3) in one call.
+// A whole forward of a decoder in one call. Its layers are a list of records, as in shared/model/layer_records.py.
 //
 // The slow twin is shared/model/decoder.py. shared/kernels/cpu/decoder.py has the same structs, field by field.
 #pragma once
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "threads.h"
 #include "vec.h"
@@ -10,16 +11,19 @@
 namespace baton {
 
 struct LayerDesc {
-  const float* input_norm;           // [hidden_size]
-  const float* post_attention_norm;  // [hidden_size]
-  const float* qk_norm;              // [num_heads + num_kv_heads][head_dim], or null
-  PackedLinear qkv, o, gate_up, down;
+  const float* attention_norm;  // [hidden_size]
+  const float* mlp_norm;        // [hidden_size]
+  const float* qk_norm;         // [num_heads + num_kv_heads][head_dim], or null
+  PackedLinear qkv, o;
+  int64_t whole_qk;              // 1: qk_norm norms all heads of q as one row, and all of k
+  PackedLinear gate_up, down;    // of a dense MLP
+  const ExpertsDesc* experts;    // null: the MLP is dense
 };
 
 struct DecoderDesc {
-  int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size;
+  int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim;
   float rms_norm_eps;
-  const float* rotary_frequencies;  // [head_dim / 2], radians per position
+  const float* rotary_waves;  // [2][head_dim / 2]: radians per position, and what multiplies cosine and sine
   const bf16* embed;                // [vocab_size][hidden_size]
   const float* norm;                // [hidden_size]
   PackedLinear lm_head;

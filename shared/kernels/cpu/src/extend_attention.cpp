@@ -67,7 +67,7 @@ void attend(const Call& call, const Task& task, Workspace& work, Strips& strips,
     std::memcpy(work.q.data + row * dim, call.q + offset(row), size_t(head_dim) * sizeof(bf16));
   work.split.clear(num_rows);
 
-  const __m512 scale = _mm512_set1_ps(score_scale(head_dim));
+  const Floats scale = floats(score_scale(head_dim));
   const int64_t num_keys = start + call.sequences.lengths[task.b], end = start + task.end;
   const int64_t head_offset = task.kv_head * call.kv.head_nbytes();
   const char *k = call.kv.k + head_offset, *v = call.kv.v + head_offset;

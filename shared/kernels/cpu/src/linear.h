@@ -10,6 +10,8 @@
 // with a scale of their own are added up in float32, in ascending order. So the result of a row does not depend on the
 // batch. Where activations are to stay in 16 bits, codes become bf16 instead.
 #pragma once
+#include <algorithm>
+
 #include "quantize.h"
 #include "threads.h"
 #include "vec.h"
@@ -17,6 +19,10 @@
 namespace baton {
 
 constexpr int64_t kPanel = 64;
+
+// Bytes between what is read of a panel and what is prefetched, where one step reads it for all rows. The hardware's own
+// prefetch keeps too few lines on their way: with this one, steps of up to 6 rows take 0.65 to 0.95 of the time on Xeons.
+constexpr int64_t kAhead = 4096;
 
 // A weight. A code stands for (code - zero) * scale; scales and zeros are [n / 64][k / group][64], as panels are.
 struct PackedLinear {

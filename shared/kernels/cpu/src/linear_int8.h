@@ -1,4 +1,4 @@
-// Rows of codes times one panel of codes with AVX512. Products are added up as integers, four registers for each row.
+// Rows of codes times one panel of codes with vectors. Products are added up as integers, four vectors for each row.
 #pragma once
 #include <algorithm>
 
@@ -6,7 +6,7 @@
 
 namespace baton::int8 {
 
-constexpr int kMaxRows = 6;  // 24 sums, 4 registers of the panel, 1 of x
+constexpr int kMaxRows = 6;
 constexpr int kUnitLines = 4 * kPanel / 64;  // cache lines of a unit of k
 
 // A group of k of a panel and of rows of x.
@@ -18,35 +18,34 @@ struct Group {
 };
 
 // sums[r] += the products of row r. For each unit, `fetched` lines from `ahead` on are prefetched into the L2.
-template <int Bits, int R>
-inline void add_products(const Group& group, int64_t fetched, const char* ahead, __m512i (&sums)[R][4]) {
+template <int Bits, int R, int J>
+inline void add_products(const Group& group, int64_t fetched, const char* ahead, Words (&sums)[R][J]) {
   constexpr int kCodes = 32 / Bits;  // of a unit
   const uint8_t* panel = group.panel;
   for (int64_t unit = 0; unit < group.units; unit++, panel += 4 * kPanel) {
     for (int64_t line = 0; line < fetched; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-    __m512i w[4];
+    Words w[J];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) w[j] = _mm512_loadu_si512(panel + 64 * j);
-    const auto add = [&](const __m512i (&codes)[4], int64_t k) {
+    for (int j = 0; j < J; j++) w[j] = load_words(panel + 64 * j);
+    const auto add = [&](const Words (&codes)[J], int64_t k) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         int32_t quad;
         std::memcpy(&quad, group.x + r * group.stride + k, 4);
-        const __m512i xr = _mm512_set1_epi32(quad);
+        const Words xr = words(quad);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) sums[r][j] = dot_quads(sums[r][j], codes[j], xr);
+        for (int j = 0; j < J; j++) sums[r][j] = dot_quads<Bits>(sums[r][j], codes[j], xr);
       }
     };
     if constexpr (Bits == 8) {
       add(w, kCodes * unit);
     } else {
-      const __m512i nibble = _mm512_set1_epi8(0x0f);
-      __m512i codes[4];
+      Words codes[J];
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) codes[j] = _mm512_and_si512(w[j], nibble);
+      for (int j = 0; j < J; j++) codes[j] = lower_nibbles(w[j]);
       add(codes, kCodes * unit);
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) codes[j] = _mm512_and_si512(_mm512_srli_epi16(w[j], 4), nibble);
+      for (int j = 0; j < J; j++) codes[j] = upper_nibbles(w[j]);
       add(codes, kCodes * unit + 4);
     }
   }
@@ -67,39 +66,48 @@ inline Panel panel_of(const PackedLinear& w, int64_t panel) {
 
 // The sums begin with -zero * (the sum of x), which is the same as taking the zeros from the codes.
 template <int Bits>
-inline __m512i first_sums(const uint8_t* zeros, int32_t sum_of_x) {
-  if (zeros == nullptr) return _mm512_set1_epi32(-sum_of_x * (1 << (Bits - 1)));
-  const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
-  return _mm512_mullo_epi32(zero, _mm512_set1_epi32(-sum_of_x));
+inline Words first_sums(const uint8_t* zeros, int32_t sum_of_x) {
+  if (zeros == nullptr) return words(-sum_of_x * (1 << (Bits - 1)));
+  return multiply(from_unsigned(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))), words(-sum_of_x));
 }
 
-// y [64] (+)= sums * scales of x and of the columns.
-inline void scale_sums(const __m512i (&sums)[4], float scale_of_x, const float* scales, bool is_first, float* y) {
+// y [16 * J] (+)= sums * scales of x and of the columns.
+template <int J>
+void scale_sums(const Words (&sums)[J], float scale_of_x, const float* scales, bool is_first, float* y) {
 #pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-    const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scale_of_x), _mm512_loadu_ps(scales + 16 * j));
-    const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[j]), scale);
-    _mm512_store_ps(y + 16 * j, is_first ? product
-                                         : _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[j]), scale, _mm512_load_ps(y + 16 * j)));
+  for (int j = 0; j < J; j++) {
+    const Floats scale = floats(scale_of_x) * load_floats(scales + 16 * j);
+    const Floats sum = to_floats(sums[j]);
+    store(y + 16 * j, is_first ? sum * scale : fmadd(sum, scale, load_floats(y + 16 * j)));
   }
+}
+
+// y [R][64] (+)= group g of rows [row, row + R), for 16 * J columns from `column` on.
+template <int Bits, int R, int J>
+inline void sum_columns(const Codes& x, int64_t row, const Panel& panel, int64_t g, int64_t column, int64_t fetched,
+                        const char* ahead, float* y) {
+  const int64_t units = x.group * Bits / 32, groups = x.groups(), at = g * kPanel + column;
+  Words sums[R][J];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++)
+      sums[r][j] = first_sums<Bits>(panel.zeros ? panel.zeros + at + 16 * j : nullptr, x.sums[(row + r) * groups + g]);
+  const uint8_t* const codes = panel.codes + g * units * 4 * kPanel + 4 * column;
+  add_products<Bits>(Group{codes, x.values + row * x.k + g * x.group, x.k, units}, fetched, ahead, sums);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    scale_sums(sums[r], x.scales[(row + r) * groups + g], panel.scales + at, g == 0, y + r * kPanel + column);
 }
 
 // y [R][64] of rows [row, row + R).
 template <int Bits, int R>
 void sum_rows(const Codes& x, int64_t row, const Panel& panel, int64_t fetched, const char* ahead, float* y) {
-  const int64_t units = x.group * Bits / 32, groups = x.groups();
-  for (int64_t g = 0; g < groups; g++, ahead += 64 * fetched * units) {
-    __m512i sums[R][4];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++)
-        sums[r][j] = first_sums<Bits>(panel.zeros ? panel.zeros + g * kPanel + 16 * j : nullptr, x.sums[(row + r) * groups + g]);
-    const Group group{panel.codes + g * units * 4 * kPanel, x.values + row * x.k + g * x.group, x.k, units};
-    add_products<Bits, R>(group, fetched, ahead, sums);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-      scale_sums(sums[r], x.scales[(row + r) * groups + g], panel.scales + g * kPanel, g == 0, y + r * kPanel);
+  constexpr int J = vectors_at_once(R);
+  for (int64_t g = 0; g < x.groups(); g++, ahead += 64 * fetched * (x.group * Bits / 32)) {
+    sum_columns<Bits, R, J>(x, row, panel, g, 0, fetched, ahead, y);
+    for (int64_t column = 16 * J; column < kPanel; column += 16 * J)
+      sum_columns<Bits, R, J>(x, row, panel, g, column, 0, nullptr, y);
   }
 }
 
@@ -118,13 +126,13 @@ void sum_rows(int64_t rows, const Codes& x, int64_t row, const Panel& panel, int
 
 // Calls finish(row, y) for rows [begin, end) of x times the panel. `next` is the panel after it.
 //
-// As with bf16, each of several steps prefetches its share of the next panel, and a single step prefetches nothing.
+// As with bf16, each of several steps prefetches its share of the next panel, and a single step its own one.
 template <int Bits, class Finish>
 void rows_times_panel(const Codes& x, int64_t begin, int64_t end, const Panel& panel, const uint8_t* next, Finish&& finish) {
   alignas(64) float y[kMaxRows * kPanel];
   const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows, units = x.k * Bits / 32;
-  const auto fetched_before = [&](int64_t step) { return steps == 1 ? 0 : (kUnitLines * step + steps - 1) / steps; };
-  const char* ahead = reinterpret_cast<const char*>(next);
+  const auto fetched_before = [&](int64_t step) { return (kUnitLines * step + steps - 1) / steps; };
+  const char* ahead = reinterpret_cast<const char*>(steps == 1 ? panel.codes + kAhead : next);
   for (int64_t step = 0, row = begin; step < steps; step++) {
     const int64_t rows = (end - row + steps - step - 1) / (steps - step);
     const int64_t fetched = fetched_before(step + 1) - fetched_before(step);

@@ -36,13 +36,12 @@ inline void add_tiles(const int8_t* x, int64_t stride, const uint8_t* panel, int
 template <int Bits>
 const uint8_t* bytes_of(const uint8_t* panel, int64_t group, uint8_t* bytes) {
   if constexpr (Bits == 8) return panel;
-  const __m512i nibble = _mm512_set1_epi8(0x0f);
   for (int64_t unit = 0; unit < group / 8; unit++)
     for (int64_t i = 0; i < 4 * kPanel; i += 64) {
-      const __m512i both = _mm512_loadu_si512(panel + unit * 4 * kPanel + i);
+      const Words both = load_words(panel + unit * 4 * kPanel + i);
       uint8_t* const to = bytes + unit * 8 * kPanel + i;
-      _mm512_storeu_si512(to, _mm512_and_si512(both, nibble));
-      _mm512_storeu_si512(to + 4 * kPanel, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
+      store(to, lower_nibbles(both));
+      store(to + 4 * kPanel, upper_nibbles(both));
     }
   return bytes;
 }
@@ -80,10 +79,10 @@ void rows_times_panel_by_tiles(const Codes& x, int64_t begin, int64_t end, const
         }
       }
       for (int64_t row = first; row < last; row++) {
-        __m512i total[4];
+        Words total[4];
         for (int j = 0; j < 4; j++) {
           const uint8_t* const zeros = panel.zeros ? panel.zeros + g * kPanel + 16 * j : nullptr;
-          total[j] = _mm512_add_epi32(_mm512_load_si512(sums + (row - first) * kPanel + 16 * j),
+          total[j] = add(load_words(sums + (row - first) * kPanel + 16 * j),
                                       first_sums<Bits>(zeros, x.sums[row * groups + g]));
         }
         scale_sums(total, x.scales[row * groups + g], panel.scales + g * kPanel, g == 0, y + (row - first) * kPanel);

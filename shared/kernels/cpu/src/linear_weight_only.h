@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "linear_amx.h"
-#include "linear_avx512.h"
+#include "linear_vectors.h"
 #include "linear_int8.h"
 
 namespace baton::weight_only {
@@ -17,7 +17,7 @@ constexpr int64_t kPart = 128, kBlockRows = 192, kFewRows = 8;
 #ifdef BATON_HAS_AMX
 constexpr int64_t kMaxRows = amx::kMaxRows;
 #else
-constexpr int64_t kMaxRows = avx512::kMaxRows;
+constexpr int64_t kMaxRows = vectors::kMaxRows;
 #endif
 
 // The bytes of the bf16 of n, at n mod 64. n is in [-32, 32).
@@ -38,28 +38,28 @@ inline constexpr SmallNumbers kSmallNumbers;
 
 // Of four codes in each lane, less the zero of the lane, the bf16 of bytes 0 and 2, and those of bytes 1 and 3.
 struct Pairs {
-  __m512i first, second;
+  Words first, second;
 };
 
 template <int Bits>
-Pairs pairs_of(__m512i codes, __m512i zero) {
+Pairs pairs_of(Words codes, Words zero) {
 #ifdef __AVX512VBMI__
   if constexpr (Bits == 4) {
-    const __m512i n = _mm512_sub_epi8(codes, _mm512_mullo_epi32(zero, _mm512_set1_epi32(0x01010101)));
-    const __m512i low = _mm512_permutexvar_epi8(n, _mm512_load_si512(kSmallNumbers.low));
-    const __m512i high = _mm512_permutexvar_epi8(n, _mm512_load_si512(kSmallNumbers.high));
+    const Words n = _mm512_sub_epi8(codes, multiply(zero, words(0x01010101)));
+    const Words low = _mm512_permutexvar_epi8(n, load_words(kSmallNumbers.low));
+    const Words high = _mm512_permutexvar_epi8(n, load_words(kSmallNumbers.high));
     constexpr int select = 0xca;  // of the first operand's bits 1 the second's, else the third's
-    const __m512i even = _mm512_set1_epi16(0x00ff);
+    const Words even = _mm512_set1_epi16(0x00ff);
     return {_mm512_ternarylogic_epi32(even, low, _mm512_slli_epi16(high, 8), select),
             _mm512_ternarylogic_epi32(even, _mm512_srli_epi16(low, 8), high, select)};
   }
 #endif
   const auto number = [&](int byte) {
-    const __m512i code = _mm512_and_si512(_mm512_srli_epi32(codes, 8 * byte), _mm512_set1_epi32(0xff));
-    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, zero)));
+    const Words code = shift_right(codes, 8 * byte) & words(0xff);
+    return as_words(to_floats(subtract(code, zero)));
   };
   const auto pair = [&](int lower, int upper) {  // the lower half of each float32 is 0
-    return _mm512_or_si512(_mm512_srli_epi32(number(lower), 16), number(upper));
+    return shift_right(number(lower), 16) | number(upper);
   };
   return {pair(0, 2), pair(1, 3)};
 }
@@ -79,21 +79,20 @@ Part part_of(const int8::Panel& panel, int64_t group, int64_t first, int64_t siz
 }
 
 template <int Bits>
-__m512i zero_of(const Part& part, int j) {
-  if (part.zeros == nullptr) return _mm512_set1_epi32(1 << (Bits - 1));
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(part.zeros + 16 * j)));
+Words zero_of(const Part& part, int j) {
+  if (part.zeros == nullptr) return words(1 << (Bits - 1));
+  return from_unsigned(_mm_loadu_si128(reinterpret_cast<const __m128i*>(part.zeros + 16 * j)));
 }
 
 // Calls take(i, w) for each pair of k of a unit: 16 columns of two bf16.
 template <int Bits, class Take>
-void each_pair(__m512i unit, __m512i zero, Take&& take) {
-  const auto four = [&](int i, __m512i codes) {
+void each_pair(Words unit, Words zero, Take&& take) {
+  const auto four = [&](int i, Words codes) {
     const Pairs pairs = pairs_of<Bits>(codes, zero);
     take(i, pairs.first), take(i + 1, pairs.second);
   };
   if constexpr (Bits == 8) return four(0, unit);
-  const __m512i nibble = _mm512_set1_epi8(0x0f);
-  four(0, _mm512_and_si512(unit, nibble)), four(2, _mm512_and_si512(_mm512_srli_epi16(unit, 4), nibble));
+  four(0, lower_nibbles(unit)), four(2, upper_nibbles(unit));
 }
 
 // to [size / 2][64][2] = the part, less its zeros.
@@ -102,45 +101,54 @@ void unpack(const Part& part, bf16* to) {
   constexpr int64_t kCodes = 32 / Bits;  // of a unit
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    const __m512i zero = zero_of<Bits>(part, j);
+    const Words zero = zero_of<Bits>(part, j);
     for (int64_t unit = 0; unit < part.size / kCodes; unit++) {
       bf16* const out = to + unit * kCodes * kPanel + 32 * j;
-      each_pair<Bits>(_mm512_loadu_si512(part.codes + unit * 4 * kPanel + 64 * j), zero,
-                      [&](int i, __m512i w) { _mm512_store_si512(out + 2 * i * kPanel, w); });
+      each_pair<Bits>(load_words(part.codes + unit * 4 * kPanel + 64 * j), zero,
+                      [&](int i, Words w) { store(out + 2 * i * kPanel, w); });
     }
   }
 }
 
-// sums [R][64], which are those of the unpacked part by AVX512, without storing it.
-template <int Bits, int R>
-void sum_few(const Part& part, const bf16* x, int64_t stride, float* y) {
+// sums [R][16 * J] from column 16 * first on, which are those of the unpacked part by vectors, without storing it.
+template <int Bits, int R, int J>
+inline void sum_few_columns(const Part& part, int first, const bf16* x, int64_t stride, float* y) {
   constexpr int64_t kCodes = 32 / Bits;
-  __m512 sums[R][4];
-  __m512i zero[4];
+  Floats sums[R][J];
+  Words zero[J];
 #pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-    zero[j] = zero_of<Bits>(part, j);
+  for (int j = 0; j < J; j++) {
+    zero[j] = zero_of<Bits>(part, first + j);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) sums[r][j] = _mm512_setzero_ps();
+    for (int r = 0; r < R; r++) sums[r][j] = floats(0.0f);
   }
   for (int64_t unit = 0; unit < part.size / kCodes; unit++)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
-      each_pair<Bits>(_mm512_loadu_si512(part.codes + unit * 4 * kPanel + 64 * j), zero[j], [&](int i, __m512i w) {
+    for (int j = 0; j < J; j++) {
+      const uint8_t* const codes = part.codes + unit * 4 * kPanel + 64 * (first + j);
+      _mm_prefetch(codes + kAhead, _MM_HINT_T1);
+      each_pair<Bits>(load_words(codes), zero[j], [&](int i, Words w) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           int32_t both;
           std::memcpy(&both, x + r * stride + unit * kCodes + 2 * i, 4);
-          sums[r][j] = dot_pairs(sums[r][j], _mm512_set1_epi32(both), w);
+          sums[r][j] = dot_pairs(sums[r][j], words(both), w);
         }
       });
+    }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) _mm512_store_ps(y + r * kPanel + 16 * j, sums[r][j]);
+    for (int j = 0; j < J; j++) store(y + r * kPanel + 16 * (first + j), sums[r][j]);
 }
 
-// Multiplies rows of x by parts: by tiles where they fit, a few rows without unpacking, others by AVX512.
+template <int Bits, int R>
+void sum_few(const Part& part, const bf16* x, int64_t stride, float* y) {
+  constexpr int J = vectors_at_once(R);
+  for (int j = 0; j < 4; j += J) sum_few_columns<Bits, R, J>(part, j, x, stride, y);
+}
+
+// Multiplies rows of x by parts: by tiles where they fit, a few rows without unpacking, others by vectors.
 template <int Bits>
 class Product {
  public:
@@ -149,7 +157,7 @@ class Product {
     by_tiles_ = group % amx::kTileK == 0 && amx::permitted();
 #endif
     are_few_ = !by_tiles_ && num_rows <= kFewRows;
-    max_rows = by_tiles_ ? kMaxRows : are_few_ ? 4 : avx512::kMaxRows;
+    max_rows = by_tiles_ ? kMaxRows : are_few_ ? 4 : vectors::kMaxRows;
   }
   ~Product() {
 #ifdef BATON_HAS_AMX
@@ -175,12 +183,12 @@ class Product {
 #ifdef BATON_HAS_AMX
     if (by_tiles_) {
       if (rows != configured_) amx::configure(amx::shapes_of(configured_ = int(rows)));
-      if (rows > amx::kTileRows) amx::sum_32_rows(x, stride, part_.size, unpacked_, sums);
-      else amx::sum_16_rows(x, stride, part_.size, unpacked_, sums);
+      if (rows > amx::kTileRows) amx::sum_32_rows(x, stride, part_.size, unpacked_, true, sums);
+      else amx::sum_16_rows(x, stride, part_.size, unpacked_, true, sums);
       return;
     }
 #endif
-    avx512::sum_rows(rows, 0, {x, unpacked_, stride, part_.size / 2, true}, nullptr, sums);
+    vectors::sum_rows(rows, 0, {x, unpacked_, stride, part_.size / 2, true}, nullptr, sums);
   }
 
   int64_t max_rows;
@@ -196,8 +204,8 @@ class Product {
 inline void scale_sums(const float* sums, const float* scales, bool is_first, float* y) {
 #pragma GCC unroll 4
   for (int i = 0; i < kPanel; i += 16) {
-    const __m512 sum = _mm512_load_ps(sums + i), scale = _mm512_loadu_ps(scales + i);
-    _mm512_store_ps(y + i, is_first ? _mm512_mul_ps(sum, scale) : _mm512_fmadd_ps(sum, scale, _mm512_load_ps(y + i)));
+    const Floats sum = load_floats(sums + i), scale = load_floats(scales + i);
+    store(y + i, is_first ? sum * scale : fmadd(sum, scale, load_floats(y + i)));
   }
 }
 

@@ -16,12 +16,14 @@ void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weigh
 // The same as codes, which are made of the float32 result.
 void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weight, float eps, const Codes& out);
 
-// cos_sin [T][2][half]: cosine, then sine of position * frequency, once per forward for all layers.
-void rotary_cos_sin(Team&, const int64_t* positions, int64_t T, const float* frequencies, int64_t half, float* cos_sin);
+// cos_sin [T][2][half]: cosine, then sine of position * frequency, each times an amplitude, once per forward for all
+// layers. waves [2][half] are the frequencies, then the amplitudes.
+void rotary_cos_sin(Team&, const int64_t* positions, int64_t T, const float* waves, int64_t half, float* cos_sin);
 
 struct QkNorm {
   const float* weight;  // [num_heads + num_kv_heads][head_dim], or null where the model has none
   float eps;
+  bool is_whole = false;  // all heads of q are normed as one row, and all of k
 };
 
 // The heads of qkv [T][num_heads + 2 * num_kv_heads][head_dim], normed if the model does, then q and k rotated

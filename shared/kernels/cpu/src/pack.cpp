@@ -15,18 +15,17 @@ void pack(Team& team, const Unit* weight, int64_t rows, int64_t units, int64_t s
   const int64_t first_group = first / 16, end_group = (first + rows + 15) / 16;
   team.each(end_group - first_group, [&](int64_t i) {
     const int64_t group = first_group + i, row = 16 * group - first;  // of lane 0; may be negative
-    const __mmask16 lanes = lanes_below(rows, row) & ~lanes_below(0, row);
+    const Lanes lanes = lanes_below(rows, row) & ~lanes_below(0, row);
     Unit* to = place(group);
     for (int64_t unit = 0; unit < units; unit += 16) {
-      const __mmask16 there = lanes_below(units, unit);
-      __m512i columns[16];
+      const Lanes there = lanes_below(units, unit);
+      Words columns[16];
 #pragma GCC unroll 16
       for (int lane = 0; lane < 16; lane++)
-        columns[lane] = lanes >> lane & 1 ? _mm512_maskz_loadu_epi32(there, weight + (row + lane) * stride + unit)
-                                          : _mm512_setzero_si512();
+        columns[lane] = bits(lanes) >> lane & 1 ? load_lanes(weight + (row + lane) * stride + unit, there) : words(0);
       transpose(columns);
       for (int64_t j = 0; j < std::min<int64_t>(16, units - unit); j++, to += kPanel)
-        _mm512_mask_storeu_epi32(to, lanes, columns[j]);
+        store_lanes(to, lanes, columns[j]);
     }
   });
 }

@@ -27,31 +27,36 @@ void quantize_row(const Codes& to, int64_t row, Values&& values, At&& at) {
     if (to.order == nullptr) return values(i);
     alignas(64) float elements[16] = {};
     for (int64_t lane = 0; lane < 16 && i + lane < to.k; lane++) elements[lane] = at(to.order[i + lane]);
-    return _mm512_load_ps(elements);
+    return load_floats(elements);
   };
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const Words magnitude = words(0x7fffffff);
   for (int64_t g = 0; g < to.groups(); g++) {
     const int64_t begin = g * to.group, end = begin + to.group;
-    __m512i largest = _mm512_setzero_si512();  // as integers, so that a NaN is the largest of all
+    Words largest = words(0);  // as integers, so that a NaN is the largest of all
     for (int64_t i = begin; i < end; i += 16) {
-      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(value(i)), magnitude);
-      largest = _mm512_mask_max_epi32(largest, lanes_below(end, i), largest, bits);
+      largest = max(largest, where(lanes_below(end, i), as_words(value(i)) & magnitude));
     }
-    const int32_t largest_bits = _mm512_reduce_max_epi32(largest);
+    const int32_t largest_bits = max_lanes(largest);
     float most;
     std::memcpy(&most, &largest_bits, 4);
-    const __m512 inverse = _mm512_set1_ps(most < 1e-36f ? 0.0f : 127.0f / most);
-    __m512i sum = _mm512_setzero_si512();
+    const Floats inverse = floats(most < 1e-36f ? 0.0f : 127.0f / most);
+    Words sum = words(0);
     for (int64_t i = begin; i < end; i += 16) {
-      const __mmask16 lanes = lanes_below(end, i);
-      const __m512 x = _mm512_mul_ps(value(i), inverse);
-      const __m512i codes = _mm512_maskz_cvtps_epi32(_mm512_mask_cmp_ps_mask(lanes, x, x, _CMP_ORD_Q), x);
-      sum = _mm512_add_epi32(sum, codes);
-      _mm_mask_storeu_epi8(to.values + row * to.k + i, lanes, _mm512_cvtsepi32_epi8(codes));
+      const Lanes lanes = lanes_below(end, i);
+      const Floats x = value(i) * inverse;
+      const Words codes = where(lanes & are_numbers(x), to_ints(x));
+      sum = add(sum, codes);
+      store_first(to.values + row * to.k + i, lanes, to_bytes(codes));
     }
     to.scales[row * to.groups() + g] = most / 127.0f;
-    to.sums[row * to.groups() + g] = _mm512_reduce_add_epi32(sum);
+    to.sums[row * to.groups() + g] = sum_lanes(sum);
   }
+}
+
+// The codes of a row x [k].
+inline void quantize_row(const Codes& to, int64_t row, const bf16* x) {
+  quantize_row(to, row, [&](int64_t i) { return load_lanes(x + i, lanes_below(to.k, i)); },
+               [&](int64_t i) { return to_float(x[i]); });
 }
 
 void quantize(Team&, const bf16* x, int64_t m, const Codes& to);  // x [m][k]

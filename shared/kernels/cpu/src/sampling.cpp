@@ -27,40 +27,40 @@ float from_bits(uint32_t bits) {
 
 // The largest value. NaNs are ignored.
 float largest(const float* x, int64_t n) {
-  __m512 best[4];
-  for (auto& b : best) b = _mm512_set1_ps(-kInfinity);
+  Floats best[4];
+  for (auto& b : best) b = floats(-kInfinity);
   int64_t i = 0;
   for (; i + 64 <= n; i += 64)
-    for (int j = 0; j < 4; j++) best[j] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * j), best[j]);
+    for (int j = 0; j < 4; j++) best[j] = max(load_floats(x + i + 16 * j), best[j]);
   for (; i < n; i += 16)
-    best[0] = _mm512_mask_max_ps(best[0], lanes_below(n, i), _mm512_maskz_loadu_ps(lanes_below(n, i), x + i), best[0]);
-  return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3])));
+    best[0] = max(select(lanes_below(n, i), load_lanes(x + i, lanes_below(n, i)), floats(-kInfinity)), best[0]);
+  return max_lanes(max(max(best[0], best[1]), max(best[2], best[3])));
 }
 
 // The first index of `value`. 0 where there is none.
 int64_t first_at(const float* x, int64_t n, float value) {
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 these = _mm512_maskz_loadu_ps(lanes_below(n, i), x + i);
-    const __mmask16 at = _mm512_mask_cmp_ps_mask(lanes_below(n, i), these, _mm512_set1_ps(value), _CMP_EQ_OQ);
-    if (at) return i + __builtin_ctz(at);
+    const Floats these = load_lanes(x + i, lanes_below(n, i));
+    const unsigned at = bits(lanes_below(n, i) & equal(these, floats(value)));
+    if (at != 0) return i + __builtin_ctz(at);
   }
   return 0;
 }
 
 // Replaces logits by exp(x / temperature - top / temperature): probabilities, scaled so that the likeliest is 1.
 void to_probabilities(float* x, int64_t n, float top, float temperature) {
-  const __m512 t = _mm512_set1_ps(temperature);
-  const __m512 shift = _mm512_div_ps(_mm512_set1_ps(top), t);
+  const Floats t = floats(temperature);
+  const Floats shift = floats(top) / t;
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 logits = _mm512_maskz_loadu_ps(lanes_below(n, i), x + i);
-    _mm512_mask_storeu_ps(x + i, lanes_below(n, i), exp16(_mm512_sub_ps(_mm512_div_ps(logits, t), shift)));
+    const Floats logits = load_lanes(x + i, lanes_below(n, i));
+    store_lanes(x + i, lanes_below(n, i), exp16(logits / t - shift));
   }
 }
 
 // Adds up the chosen ones of 16 floats in 8 double lanes.
-__m512d add_wide(__m512d sum, __mmask16 chosen, __m512 x) {
-  sum = _mm512_mask_add_pd(sum, __mmask8(chosen), sum, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
-  return _mm512_mask_add_pd(sum, __mmask8(chosen >> 8), sum, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
+Doubles add_wide(Doubles sum, Lanes chosen, Floats x) {
+  x = where(chosen, x);
+  return sum + lower_doubles(x) + upper_doubles(x);
 }
 
 struct Weight {
@@ -70,27 +70,26 @@ struct Weight {
 
 // The number and the sum of the values larger than `pivot`.
 Weight above(const float* p, int64_t n, float pivot) {
-  const __m512 limit = _mm512_set1_ps(pivot);
-  __m512d mass = _mm512_setzero_pd();
+  const Floats limit = floats(pivot);
+  Doubles mass = doubles(0.0);
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 x = _mm512_maskz_loadu_ps(lanes_below(n, i), p + i);
-    const __mmask16 chosen = _mm512_mask_cmp_ps_mask(lanes_below(n, i), x, limit, _CMP_GT_OQ);
-    count += __builtin_popcount(chosen);
+    const Floats x = load_lanes(p + i, lanes_below(n, i));
+    const Lanes chosen = lanes_below(n, i) & less(limit, x);
+    count += __builtin_popcount(bits(chosen));
     mass = add_wide(mass, chosen, x);
   }
-  return {count, _mm512_reduce_add_pd(mass)};
+  return {count, sum_lanes(mass)};
 }
 
 // Copies the values from low to high, and returns their number. `out` may be `p`, or has room for 16 more.
 int64_t pick(const float* p, int64_t n, float low, float high, float* out) {
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 x = _mm512_maskz_loadu_ps(lanes_below(n, i), p + i);
-    const __mmask16 from = _mm512_mask_cmp_ps_mask(lanes_below(n, i), x, _mm512_set1_ps(low), _CMP_GE_OQ);
-    const __mmask16 chosen = _mm512_mask_cmp_ps_mask(from, x, _mm512_set1_ps(high), _CMP_LE_OQ);
-    _mm512_storeu_ps(out + kept, _mm512_maskz_compress_ps(chosen, x));
-    kept += __builtin_popcount(chosen);
+    const Floats x = load_lanes(p + i, lanes_below(n, i));
+    const Lanes chosen = lanes_below(n, i) & at_most(floats(low), x) & at_most(x, floats(high));
+    store_chosen(out + kept, chosen, x);
+    kept += __builtin_popcount(bits(chosen));
   }
   return kept;
 }
@@ -151,16 +150,16 @@ float threshold(const float* p, int64_t n, int64_t top_k, float top_p, float min
 // The first id at which the cumulative probability of the values not below `lowest` exceeds `uniform` times their
 // sum. -1 where all probabilities are zero.
 int64_t draw(const float* p, int64_t n, float lowest, double uniform, std::vector<double>& block_mass) {
-  const __m512 limit = _mm512_set1_ps(lowest);
+  const Floats limit = floats(lowest);
   double total = 0.0;
   block_mass.clear();
   for (int64_t first = 0; first < n; first += kBlock) {
-    __m512d sum = _mm512_setzero_pd();
+    Doubles sum = doubles(0.0);
     for (int64_t i = first; i < std::min(first + kBlock, n); i += 16) {
-      const __m512 x = _mm512_maskz_loadu_ps(lanes_below(n, i), p + i);
-      sum = add_wide(sum, _mm512_mask_cmp_ps_mask(lanes_below(n, i), x, limit, _CMP_GE_OQ), x);
+      const Floats x = load_lanes(p + i, lanes_below(n, i));
+      sum = add_wide(sum, lanes_below(n, i) & at_most(limit, x), x);
     }
-    block_mass.push_back(_mm512_reduce_add_pd(sum));
+    block_mass.push_back(sum_lanes(sum));
     total += block_mass.back();
   }
   const double target = uniform * total;

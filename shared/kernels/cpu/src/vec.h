@@ -1,6 +1,24 @@
-// bfloat16 in AVX512 registers: load, store, dot products of pairs, exp. Sums are float32.
+// Vectors of 16 lanes, for AVX512 or for AVX2 with FMA, and bfloat16 in them. Sums are float32.
+//
+//   Floats   16 float32, with + - * /
+//   Words    16 words of 32 bits, with & | ^: int32, pairs of bf16, or four bytes
+//   Doubles  8 float64, with + *
+//   Lanes    a choice of lanes, with & ~
+//
+// __m256i has 16 bf16 and __m128i 16 bytes. A quarter of a vector has 128 bits; the interleaving functions work on each
+// quarter by itself. What is written in these gives the same bits by both, except where AVX512 has BF16.
+//
+//   fraction(x)               x - floor(x), rounded down
+//   times_power(x, n)         x * 2^floor(n)
+//   load_first, store_first   elements of fewer bits, of lanes that lanes_before() gave
+//   store_chosen              the chosen lanes one after the other; room for 16 more is needed
+//   vectors_at_once(rows)     how many vectors of sums for each of so many rows fit in registers
 #pragma once
-#include <immintrin.h>
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include "vec_avx512.h"
+#else
+#include "vec_avx2.h"
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -17,109 +35,103 @@ inline float to_float(bf16 x) {
 }
 
 // 16 bf16 as float32.
-inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-
-inline __m512 load16(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Floats widen(__m256i x) { return as_floats(shift_left(from_halves(x), 16)); }
 
 // 16 float32 as bf16, rounded to the nearest, ties to even; NaN stays NaN.
-inline __m256i narrow(__m512 x) {
+inline __m256i narrow(Floats x) {
 #ifdef __AVX512BF16__
   return (__m256i)_mm512_cvtneps_pbh(x);
 #else
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
-  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  const Words bits = as_words(x), odd = shift_right(bits, 16) & words(1);
+  const Floats rounded = as_floats(add(bits, add(odd, words(0x7fff))));
+  return to_halves(shift_right(as_words(select(are_numbers(x), rounded, as_floats(words(0x7fc00000)))), 16));
 #endif
 }
 
-inline void store16(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+inline void store16(bf16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
 
-// The first `count` lanes of a register.
-inline __mmask16 lanes_before(int64_t count) {
-  return count >= 16 ? __mmask16(0xffff) : count <= 0 ? __mmask16(0) : __mmask16((1u << count) - 1);
+// The elements [first, first + 16) below `end`. The other lanes load 0 and are not stored.
+inline Lanes lanes_below(int64_t end, int64_t first) { return lanes_before(end - first); }
+
+inline Floats load_lanes(const bf16* p, Lanes lanes) { return widen(load_first(p, lanes)); }
+inline void store_lanes(bf16* p, Lanes lanes, Floats x) { store_first(p, lanes, narrow(x)); }
+
+// The sum of all lanes, halves first.
+inline float sum_lanes(Floats x) {
+  const __m256 eight = upper(x) + lower(x);
+  const __m128 four = _mm256_extractf128_ps(eight, 1) + _mm256_castps256_ps128(eight);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return two[0] + two[1];
+}
+inline double sum_lanes(Doubles x) {
+  const __m256d four = upper(x) + lower(x);
+  const __m128d two = _mm256_extractf128_pd(four, 1) + _mm256_castpd256_pd128(four);
+  return two[0] + two[1];
 }
 
-// A mask of the elements [first, first + 16) below `end`. The other lanes load 0 and are not stored.
-inline __mmask16 lanes_below(int64_t end, int64_t first) { return lanes_before(end - first); }
-
-inline __m512 load_lanes(const float* p, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
-inline __m512 load_lanes(const bf16* p, __mmask16 lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, p)); }
-inline void store_lanes(float* p, __mmask16 lanes, __m512 x) { _mm512_mask_storeu_ps(p, lanes, x); }
-inline void store_lanes(bf16* p, __mmask16 lanes, __m512 x) { _mm256_mask_storeu_epi16(p, lanes, narrow(x)); }
-
-inline bf16 to_bf16(float x) { return bf16(_mm_extract_epi16(_mm256_castsi256_si128(narrow(_mm512_set1_ps(x))), 0)); }
+inline float max_lanes(Floats x) {
+  const __m256 eight = _mm256_max_ps(upper(x), lower(x));
+  const __m128 four = _mm_max_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 
 // acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for 32 bf16 in a and in b.
-inline __m512 dot_pairs(__m512 acc, __m512i a, __m512i b) {
+inline Floats dot_pairs(Floats acc, Words a, Words b) {
 #ifdef __AVX512BF16__
   return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 #else
-  const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
-  acc = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), acc);
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, upper)), _mm512_castsi512_ps(_mm512_and_si512(b, upper)), acc);
+  const Words upper = words(int32_t(0xffff0000));
+  acc = fmadd(as_floats(shift_left(a, 16)), as_floats(shift_left(b, 16)), acc);
+  return fmadd(as_floats(a & upper), as_floats(b & upper), acc);
 #endif
 }
 
-// acc[i] += w[4i] * x[4i] + ... + w[4i + 3] * x[4i + 3] for 64 unsigned bytes in w and 64 signed ones in x. Exact.
-//
-// GCC 12 copies and spills the accumulators of loops over _mm512_dpbusd_epi32, which halves their speed.
-inline __m512i dot_quads(__m512i acc, __m512i w, __m512i x) {
-#ifdef __AVX512VNNI__
-  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
-  return acc;
-#else
-  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0xff)),
-                                         _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(x, 8));
-  return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
-#endif
-}
+// dot_quads<Bits>(acc, w, x): acc[i] += w[4i] * x[4i] + ... + w[4i + 3] * x[4i + 3] for 64 unsigned bytes in w, below
+// 2^Bits, and 64 signed ones in x. Exact.
+
+// Of each byte the lower four bits, and the upper four.
+inline Words lower_nibbles(Words x) { return x & words(0x0f0f0f0f); }
+inline Words upper_nibbles(Words x) { return lower_nibbles(shift_right(x, 4)); }
 
 // exp by 2^n * p(f), relative error below 3e-7 (a minimax polynomial of degree 6 on [-1/2, 1/2]); 0 below -87.3.
-inline __m512 exp16(__m512 x) {
-  const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.33654f), _CMP_LT_OQ);
-  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(t, n);
-  __m512 p = _mm512_set1_ps(1.535336188e-4f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.339887440e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.618437357e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550332471e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402264791e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931472028e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(_knot_mask16(tiny), p, n);
+inline Floats exp16(Floats x) {
+  const Lanes tiny = less(x, floats(-87.33654f));
+  const Floats t = x * floats(1.44269504f), n = nearest(t), f = t - n;
+  Floats p = floats(1.535336188e-4f);
+  p = fmadd(p, f, floats(1.339887440e-3f));
+  p = fmadd(p, f, floats(9.618437357e-3f));
+  p = fmadd(p, f, floats(5.550332471e-2f));
+  p = fmadd(p, f, floats(2.402264791e-1f));
+  p = fmadd(p, f, floats(6.931472028e-1f));
+  p = fmadd(p, f, floats(1.0f));
+  return where(~tiny, times_power(p, n));
 }
 
-// Transposes 16 rows of 16 values of 32 bits.
-inline void transpose(__m512i (&rows)[16]) {
-  __m512i t[16];
+// Transposes 16 rows of 16 words.
+inline void transpose(Words (&rows)[16]) {
+  Words t[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    t[i] = interleave_low_32(rows[i], rows[i + 1]);
+    t[i + 1] = interleave_high_32(rows[i], rows[i + 1]);
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {  // each 128 bits of rows[i + c] are four rows of one column
-    rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  for (int i = 0; i < 16; i += 4) {  // each quarter of rows[i + c] is four rows of one column
+    rows[i] = interleave_low_64(t[i], t[i + 2]);
+    rows[i + 1] = interleave_high_64(t[i], t[i + 2]);
+    rows[i + 2] = interleave_low_64(t[i + 1], t[i + 3]);
+    rows[i + 3] = interleave_high_64(t[i + 1], t[i + 3]);
   }
 #pragma GCC unroll 4
   for (int c = 0; c < 4; c++) {
-    constexpr int even = 0x88, odd = 0xdd;  // of the quarters of both
-    const __m512i upper_even = _mm512_shuffle_i32x4(rows[c], rows[4 + c], even);
-    const __m512i upper_odd = _mm512_shuffle_i32x4(rows[c], rows[4 + c], odd);
-    const __m512i lower_even = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], even);
-    const __m512i lower_odd = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], odd);
-    rows[c] = _mm512_shuffle_i32x4(upper_even, lower_even, even);
-    rows[4 + c] = _mm512_shuffle_i32x4(upper_odd, lower_odd, even);
-    rows[8 + c] = _mm512_shuffle_i32x4(upper_even, lower_even, odd);
-    rows[12 + c] = _mm512_shuffle_i32x4(upper_odd, lower_odd, odd);
+    const Words upper_even = even_quarters(rows[c], rows[4 + c]), upper_odd = odd_quarters(rows[c], rows[4 + c]);
+    const Words lower_even = even_quarters(rows[8 + c], rows[12 + c]);
+    const Words lower_odd = odd_quarters(rows[8 + c], rows[12 + c]);
+    rows[c] = even_quarters(upper_even, lower_even);
+    rows[4 + c] = even_quarters(upper_odd, lower_odd);
+    rows[8 + c] = odd_quarters(upper_even, lower_even);
+    rows[12 + c] = odd_quarters(upper_odd, lower_odd);
   }
 }
 

@@ -25,7 +25,7 @@ MIB = 1 << 20
 PER_TOKEN = 4096
 SHAPE = EngineShape(
     name="tiny",
-    model=replace(token_model_config(), vocab_size=131072, max_position_embeddings=1 << 20),
+    model=token_model_config(vocab_size=131072, max_position_embeddings=1 << 20),
     dtype=torch.float32,
     device=torch.device("cuda", 0),
     cache=CacheOptions(page_size=16),

@@ -108,7 +108,7 @@ class NotANumber(Decoder):
     """Has weights that overflow."""
 
     def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, *to: Any) -> torch.Tensor:
-        self.weights.layers[1].qkv_proj.weight_NK[0] = torch.inf
+        self.weights.layers[1].attention.qkv_proj.weight_NK[0] = torch.inf
         return super().forward(input_ids_T, positions_T, *to)
 
 

@@ -1,15 +1,15 @@
-// Rows of x times one panel with AVX512. 64 columns are four registers, and each row of x has four registers of sums.
+// Rows of x times one panel with vectors. 64 columns are four vectors, and each row of x has four vectors of sums.
 #pragma once
 #include <algorithm>
 
 #include "linear.h"
 
-namespace baton::avx512 {
+namespace baton::vectors {
 
 #ifdef __AVX512BF16__
-constexpr int kMaxRows = 6;  // 24 sums, 4 registers of the panel, 1 of x
+constexpr int kMaxRows = 6;
 #else
-constexpr int kMaxRows = 4;  // dot_pairs needs both halves of the panel's registers
+constexpr int kMaxRows = 4;  // dot_pairs needs both halves of the panel's vectors
 #endif
 
 // A panel is read in chunks of this many k, which are 128 KB. One chunk serves all rows from the L2 while the next
@@ -25,36 +25,48 @@ struct Chunk {
   bool is_first;   // sums begin with zero, and those of later chunks with y
 };
 
-// y[r][64] = the sums of row r of R rows. Each lane adds up its products in the order of k, so the result does not
+// y[r][16 * J] = the sums of row r of R rows. Each lane adds up its products in the order of k, so the result does not
 // depend on R. For each pair of k, kFetched lines from `ahead` on are prefetched into the L2.
-template <int R, int kFetched>
-void sum_rows(const Chunk& chunk, const char* ahead, float* y) {
+template <int R, int J, int kFetched>
+inline void sum_columns(const Chunk& chunk, const char* ahead, float* y) {
   const bf16* panel = chunk.panel;
-  __m512 sums[R][4];
+  Floats sums[R][J];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++)
-      sums[r][j] = chunk.is_first ? _mm512_setzero_ps() : _mm512_load_ps(y + r * kPanel + 16 * j);
+    for (int j = 0; j < J; j++)
+      sums[r][j] = chunk.is_first ? floats(0.0f) : load_floats(y + r * kPanel + 16 * j);
   for (int64_t pair = 0; pair < chunk.pairs; pair++, panel += 2 * kPanel, ahead += 64 * kFetched) {
 #pragma GCC unroll 2
     for (int line = 0; line < kFetched; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T1);
-    __m512i w[4];
+    Words w[J];
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) w[j] = _mm512_loadu_si512(panel + 32 * j);
+    for (int j = 0; j < J; j++) w[j] = load_words(panel + 32 * j);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t both;
       std::memcpy(&both, chunk.x + r * chunk.stride + 2 * pair, 4);
-      const __m512i xr = _mm512_set1_epi32(both);
+      const Words xr = words(both);
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) sums[r][j] = dot_pairs(sums[r][j], xr, w[j]);
+      for (int j = 0; j < J; j++) sums[r][j] = dot_pairs(sums[r][j], xr, w[j]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) _mm512_store_ps(y + r * kPanel + 16 * j, sums[r][j]);
+    for (int j = 0; j < J; j++) store(y + r * kPanel + 16 * j, sums[r][j]);
+}
+
+// The same for all 64 columns.
+template <int R, int kFetched>
+void sum_rows(const Chunk& chunk, const char* ahead, float* y) {
+  constexpr int J = vectors_at_once(R);
+  sum_columns<R, J, kFetched>(chunk, ahead, y);
+  for (int j = J; j < 4; j += J) {
+    Chunk rest = chunk;
+    rest.panel += 32 * j;
+    sum_columns<R, J, 0>(rest, nullptr, y + 16 * j);
+  }
 }
 
 template <int R>
@@ -62,11 +74,12 @@ void sum_rows(int64_t fetched, const Chunk& chunk, const char* ahead, float* y) 
   switch (fetched) {
     case 0: return sum_rows<R, 0>(chunk, ahead, y);
     case 1: return sum_rows<R, 1>(chunk, ahead, y);
-    default: return sum_rows<R, 2>(chunk, ahead, y);
+    case 2: return sum_rows<R, 2>(chunk, ahead, y);
+    default: return sum_rows<R, kLines>(chunk, ahead, y);
   }
 }
 
-// The same for up to kMaxRows rows, and up to 2 lines.
+// The same for up to kMaxRows rows, and for all lines of a pair or up to 2.
 inline void sum_rows(int64_t rows, int64_t fetched, const Chunk& chunk, const char* ahead, float* y) {
   switch (rows) {
     case 1: return sum_rows<1>(fetched, chunk, ahead, y);
@@ -81,18 +94,20 @@ inline void sum_rows(int64_t rows, int64_t fetched, const Chunk& chunk, const ch
 // Calls finish(row, y) for rows [begin, end) of x times the panel, at most kBlockRows. `next` is the panel after it.
 //
 // Where rows take several steps, the first step would wait for the panel to come from memory. So each step prefetches
-// a share of the next chunk. 16 rows then run at 0.97 of the peak of vdpbf16ps on Zen 4. A single step reads its
-// panel once, as fast as the hardware prefetches it.
+// a share of the next chunk. 16 rows then run at 0.97 of the peak of vdpbf16ps on Zen 4. A single step prefetches
+// what it reads itself kAhead later.
 template <class Finish>
 void block_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, const bf16* panel, const bf16* next,
                        Finish&& finish) {
   alignas(64) float sums[kBlockRows * kPanel];
   const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows;
   const int64_t num_chunks = (k + kChunk - 1) / kChunk, width = (k / 2 + num_chunks - 1) / num_chunks * 2;
-  const auto fetched_before = [&](int64_t step) { return steps == 1 ? 0 : (kLines * step + steps - 1) / steps; };
+  const auto fetched_before = [&](int64_t step) { return (kLines * step + steps - 1) / steps; };
   for (int64_t first = 0; first < k; first += width) {
     const int64_t after = std::min(k, first + width), pairs = (after - first) / 2;
-    const char* ahead = reinterpret_cast<const char*>(after < k ? panel + kPanel * after : next);
+    const bf16* const next_chunk = after < k ? panel + kPanel * after : next;
+    const char* ahead = reinterpret_cast<const char*>(steps == 1 ? panel + kPanel * first : next_chunk);
+    if (steps == 1) ahead += kAhead;
     for (int64_t step = 0, row = begin; step < steps; step++) {
       const int64_t rows = (end - row + steps - step - 1) / (steps - step);
       const int64_t fetched = fetched_before(step + 1) - fetched_before(step);
@@ -113,4 +128,4 @@ void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, cons
     block_times_panel(x, row, std::min(end, row + kBlockRows), k, panel, next, finish);
 }
 
-}  // namespace baton::avx512
+}  // namespace baton::vectors

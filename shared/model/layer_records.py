@@ -1,0 +1,104 @@
+"""The layers of a decoder as data: what each is made of, with the names and sizes of its tensors.
+
+A file of `shared/model/models` writes them, and everything else follows them: what is read of a checkpoint, and both
+forwards (`shared/model/decoder.py`, `shared/kernels/cpu/src/decoder.cpp`). The router imports this file, so this file
+never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads attention has, and their width in elements."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def q_size(self) -> int:
+        """Elements of all heads of q."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of all heads of k, and of v."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Linear layers of a checkpoint that are computed as one, from `num_inputs` inputs."""
+
+    outputs: dict[str, int]
+    """The name of each layer, such as model.layers.0.mlp.up_proj, and its outputs, in the order of the result."""
+    num_inputs: int
+    has_bias: bool = False
+    keeps_type: bool = False
+    """Whether it is never quantized: the router of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Causal attention over the whole sequence. The outputs of `qkv` are the heads of q, then of k, then of v."""
+
+    qkv: Projection
+    qk_norms: tuple[str, str] | None
+    """The RMSNorms of q and of k."""
+    o: Projection
+    norms_whole_qk: bool = False
+    """Whether q is normed as a whole, and so is k (OLMoE). Else each head is, with one weight for all heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseMlp:
+    """down(silu(gate) * up). The outputs of `gate_up` are those of gate, then those of up (arXiv 2002.05202)."""
+
+    gate_up: Projection
+    down: Projection
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        """In the order in which they are read."""
+        yield from (self.gate_up, self.down)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsMlp:
+    """A mixture of experts: each token goes through the `top_k` of them for which the router has the largest scores.
+
+    Their outputs are weighted by a softmax over the scores of all experts.
+    """
+
+    router: Projection
+    """Its outputs are scores, one for each expert."""
+    experts: tuple[DenseMlp, ...]
+    top_k: int
+    is_normalized: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        """In the order in which they are read."""
+        yield self.router
+        for expert in self.experts:
+            yield from expert.projections
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """x + attention(norm(x)), and that as x + mlp(norm(x)). A norm is the name of an RMSNorm's weight."""
+
+    attention_norm: str
+    attention: Attention
+    mlp_norm: str
+    mlp: DenseMlp | ExpertsMlp
+
+    @property
+    def projections(self) -> Iterator[Projection]:
+        """Of the layer, in the order in which they are read."""
+        yield from (self.attention.qkv, self.attention.o, *self.mlp.projections)

@@ -1,0 +1,135 @@
+"""How near is a single stream of a mixture of experts to what reading its weights takes?
+
+Decode steps of a model with the widths of Qwen3-30B-A3B, in fewer layers and with a smaller vocabulary, on the node's
+own engine. Its experts are ten times the largest cache, and each step has another token, so a step reads experts that
+no cache has. In turn with the steps, on the same cores:
+
+    read_gb_s    a streaming read of memory that lies in no cache
+    ratio_read   what reading once the weights of a token would take / the step: attention, routers, the experts of a
+                 token and the lm_head, with the scales of quantized ones
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.cpu_cores import CpuCores
+from shared.engine.resolve import resolve_quantization
+from shared.model.config import ModelConfig, load_model_config
+from shared.model.layer_records import ExpertsMlp
+from shared.model.weights import weights_nbytes
+from tests.bench.forwards import PAGE_SIZE, Forwards
+from tests.bench.limits import StreamingRead
+from tests.bench.machine import usable_cores
+from tests.bench.models import Shape, write_configs
+from tests.bench.rounds import in_turn
+from tests.bench.stats import figure, ratios
+from tests.bench.table import Row
+
+# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json has 48 layers and a vocabulary of 151,936.
+SHAPE = Shape(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    hidden_size=2048,
+    num_layers=8,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    tie_word_embeddings=False,
+)
+EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+CONTEXT, STEPS = 64, 8
+
+
+def main() -> Iterator[dict[str, Any]]:
+    """Weights of 4 and 8 bits, on one core and on all."""
+    cores = usable_cores()
+    for quantization in ("int4", "int8"):
+        yield from measure(quantization, cores[:1])
+        if len(cores) > 1:
+            yield from measure(quantization, cores)
+
+
+def measure(quantization: str, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """One engine."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "config.json"
+        write_configs(path.parent, SHAPE)
+        path.write_text(json.dumps(json.loads(path.read_text()) | EXPERTS))
+        options = ModelOptions(
+            model=name,
+            load_format="dummy",
+            quantization=quantization,
+            cpu_cores=CpuCores(len(cores), tuple(cores)),
+        )
+        config = resolve_quantization(options, load_model_config(path.parent))
+        forwards = Forwards(
+            NodeConfig(
+                model=options,
+                cache=CacheOptions(max_total_tokens=16 * CONTEXT, page_size=PAGE_SIZE),
+                schedule=ScheduleOptions(max_running_requests=1),
+            ),
+            SHAPE,
+        )
+    read, nbytes = StreamingRead(cores), token_nbytes(config)
+    try:
+        gb_s, step_s = in_turn([read.gb_s, steps_of(forwards)], about_s=10.0)
+        yield {
+            "bench": "experts",
+            "weights": quantization,
+            "kernels": forwards.kernels,
+            "cores": len(cores),
+            "token_mb": round(nbytes / 1e6),
+            **figure("step_ms", [1e3 * s for s in step_s]),
+            **figure("tokens_s", [1 / s for s in step_s]),
+            **figure("read_gb_s", gb_s),
+            **figure("ratio_read", ratios([nbytes / 1e9 / rate for rate in gb_s], step_s)),
+        }
+    finally:
+        forwards.close()
+
+
+def steps_of(forwards: Forwards) -> Callable[[], float]:
+    """Seconds of a decode step, the mean of a few, each of a token that is drawn anew."""
+    tokens, step = np.random.default_rng(0), forwards.decode(1, CONTEXT)
+
+    def seconds() -> float:
+        drawn = [int(token) for token in tokens.integers(SHAPE.vocab_size, size=STEPS)]
+        return sum(forwards.seconds(replace(step, future_writes=((0, token),))) for token in drawn) / STEPS
+
+    return seconds
+
+
+def token_nbytes(config: ModelConfig) -> int:
+    """What a decode step of one token reads of the weights."""
+
+    def chosen(mlp: Any) -> Any:
+        return replace(mlp, experts=mlp.experts[: mlp.top_k]) if isinstance(mlp, ExpertsMlp) else mlp
+
+    read = replace(config, layers=tuple(replace(layer, mlp=chosen(layer.mlp)) for layer in config.layers))
+    embed = config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
+    return weights_nbytes(read, torch.bfloat16) - embed
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The worst ratio."""
+    worst = min(rows, key=lambda row: row["ratio_read"])
+    return {
+        "least_ratio_read": worst["ratio_read"],
+        "least_ratio_read_at": f"{worst['weights']}, {worst['cores']} cores",
+    }

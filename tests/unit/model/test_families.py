@@ -1,0 +1,80 @@
+"""Every family against transformers, with every switch of its config drawn: logits in float32, in chunks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.modelzoo import make_model, random_prompt, reference_logits
+from tests.unit.model.test_decoder import load, logits_in_chunks
+from tests.unit.model.test_rope import KINDS, scalings
+
+LENGTH = 96
+Switches = Mapping[str, st.SearchStrategy[Any]]
+
+SIZES: Switches = {
+    "num_hidden_layers": st.integers(1, 3),
+    "hidden_size": st.sampled_from([32, 64]),
+    "intermediate_size": st.sampled_from([24, 64]),
+    "num_attention_heads": st.just(4),
+    "num_key_value_heads": st.sampled_from([1, 2, 4]),
+    "vocab_size": st.just(300),
+    "tie_word_embeddings": st.booleans(),
+    "rms_norm_eps": st.sampled_from([1e-6, 1e-2]),
+    "rope_theta": st.sampled_from([1e4, 1e6]),
+    "max_position_embeddings": st.just(LENGTH),
+}
+HEAD_DIM: Switches = {"head_dim": st.sampled_from([16, 32])}
+NO_WINDOW: Switches = {"sliding_window": st.none()}
+FAMILIES: dict[str, Switches] = {
+    "llama": {"attention_bias": st.booleans(), "mlp_bias": st.booleans(), **HEAD_DIM},
+    "mistral": NO_WINDOW | HEAD_DIM,
+    "qwen2": {},
+    "qwen3": {"attention_bias": st.booleans(), **HEAD_DIM},
+    "phi3": {},
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
+    """Fields of config.json. The context of `dynamic` is as long as the prompt."""
+    fields = draw(st.fixed_dictionaries({**SIZES, **FAMILIES[family]}))
+    head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    rotary_dim = head_dim
+    if family == "phi3":
+        rotary_dim = draw(st.sampled_from([head_dim, head_dim // 2, head_dim - 2]))
+        fields["partial_rotary_factor"] = rotary_dim / head_dim
+    scaling = draw(st.one_of(st.none(), scalings(rotary_dim, ("longrope",) if family == "phi3" else KINDS)))
+    if scaling is not None:
+        scaling.pop("original_max_position_embeddings", None)
+        original = draw(st.sampled_from([16, LENGTH]))
+        if scaling["rope_type"] == "dynamic":
+            scaling["factor"] = 2.0
+            fields["max_position_embeddings"] = LENGTH // 2
+        elif family == "phi3":
+            fields["original_max_position_embeddings"] = original
+        elif scaling["rope_type"] != "linear":
+            scaling["original_max_position_embeddings"] = original
+    return fields | {"rope_scaling": scaling}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    @settings(max_examples=12)
+    @given(configs(family), st.integers(1, LENGTH))
+    def check(fields: dict[str, Any], chunk: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder), family, **fields)
+            ids = random_prompt(LENGTH, seed=7, vocab_size=300)
+            chunks = [len(piece) for piece in torch.arange(LENGTH).split(chunk)]
+            logits = logits_in_chunks(load(Path(folder)), ids, chunks)
+            torch.testing.assert_close(logits, reference_logits(Path(folder), ids), atol=1e-3, rtol=0)
+
+    check()
