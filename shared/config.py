@@ -50,7 +50,7 @@ class ModelOptions:
     )
     quantization: str | None = flag(
         None,
-        "quantize the weights while they are loaded: int8 (a scale for each output) or int4 (groups of 128 inputs; "
+        "quantize the weights while they are loaded: int8 or int4 (groups of 128 inputs; "
         "lm_head in int8), and activations to 8 bits; None: as the checkpoint is",
         choices=("int8", "int4"),
     )

@@ -20,28 +20,31 @@ from shared.engine.input_block import ForwardLimits
 from shared.engine.progress import Progress
 from shared.engine.resolve import resolve_quantization
 from shared.model.config import load_model_config
-from shared.model.files import resolve_model
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
-from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
+from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq
 
 PAGE_SIZE = 16
-FORMATS: dict[str, Callable[[], tuple[dict[str, Any], Quantize]]] = {
-    "W8A8": lambda: compressed_tensors(8, activations=True),
-    "W8A16 channel": lambda: compressed_tensors(8),
-    "W4A16 g128": lambda: compressed_tensors(4, group_size=128),
-    "W4A16 g32": lambda: compressed_tensors(4, group_size=32),
-    "AWQ g128": lambda: awq(128),
-    "GPTQ g128": lambda: gptq(4, 128),
-    "FP8 channel": lambda: fp8("channel"),
-    "FP8 blocks": lambda: fp8("transformers"),
-}
 ON_LOAD = {"--quantization int8": "int8", "--quantization int4": "int4"}
 
 
-def held_out(num_windows: int, length: int) -> list[list[int]]:
-    """Windows of the built-in model's held-out text, from this Python's standard library."""
+def formats(size: int) -> dict[str, Callable[[], tuple[dict[str, Any], Quantize]]]:
+    """By name. `size` is that of the larger groups."""
+    return {
+        "W8A8": lambda: compressed_tensors(8, activations=True),
+        "W8A16 channel": lambda: compressed_tensors(8),
+        f"W4A16 g{size}": lambda: compressed_tensors(4, group_size=size),
+        "W4A16 g32": lambda: compressed_tensors(4, group_size=32),
+        f"AWQ g{size}": lambda: awq(size),
+        f"GPTQ g{size}": lambda: gptq(4, size),
+        "FP8 channel": lambda: fp8("channel"),
+        "FP8 blocks": lambda: fp8("transformers"),
+    }
+
+
+def held_out(folder: Path, num_windows: int, length: int) -> list[list[int]]:
+    """Windows of the built-in model's held-out text, from this Python's standard library, as a model's tokens."""
     _, texts = read_sources(Path(sysconfig.get_paths()["stdlib"]))
-    tokenizer = Tokenizer.from_file(str(resolve_model("builtin") / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = torch.cat(encode(tokenizer, texts))
     return [ids[i * length : (i + 1) * length].tolist() for i in range(num_windows)]
 
@@ -53,25 +56,24 @@ def native_logits(
     kv_dtype: torch.dtype = torch.bfloat16,
     weight_only: bool = False,
 ) -> torch.Tensor:
-    """Logits [tokens, V] of every position of all windows, each a prefill of its own."""
+    """Logits [tokens, V] of every position of all windows, from decode steps: they have the bits of prefills."""
     options = ModelOptions(quantization=quantization, weight_only_quantization=weight_only)
     config = resolve_quantization(options, load_model_config(folder))
-    model = native_model(folder, config, 2, ())
-    pages = -(-len(windows[0]) // PAGE_SIZE)
-    pool = kv_pool(config, 1 + pages, PAGE_SIZE, kv_dtype)
-    limits = ForwardLimits(num_rows=1, context_length=len(windows[0]), max_tokens=len(windows[0]))
+    model = native_model(folder, config, 1, ())
+    num_rows, length = len(windows), len(windows[0])
+    pages = -(-length // PAGE_SIZE)
+    pool = kv_pool(config, 1 + num_rows * pages, PAGE_SIZE, kv_dtype)
+    tables = 1 + np.arange(num_rows * pages, dtype=np.int32).reshape(num_rows, pages)
+    limits = ForwardLimits(num_rows=num_rows, context_length=length, max_tokens=num_rows)
+    logits_RTV = torch.empty(num_rows, length, config.vocab_size)
     with closing(model.bind(pool, Progress(), limits)) as backend:
-        future_map, tables = FutureMap(1, CPU), 1 + np.arange(pages, dtype=np.int32)[None]
-        found = []
-        for ids in windows:
-            for position in range(len(ids)):  # one token at a time: a decode step has the bits of a prefill
-                forwarded = backend.forward(
-                    batch_over(tables, PAGE_SIZE, {0: (position, ids[position : position + 1])}, {}),
-                    future_map,
-                )
-                assert forwarded.logits_SV is not None
-                found.append(forwarded.logits_SV[0].clone())
-    return torch.stack(found)
+        future_map = FutureMap(num_rows, CPU)
+        for i in range(length):
+            each = {row: (i, ids[i : i + 1]) for row, ids in enumerate(windows)}
+            forwarded = backend.forward(batch_over(tables, PAGE_SIZE, each, {}), future_map)
+            assert forwarded.logits_SV is not None
+            logits_RTV[:, i] = forwarded.logits_SV
+    return logits_RTV.flatten(0, 1)
 
 
 def their_logits(folder: Path, windows: list[list[int]]) -> torch.Tensor:
@@ -102,8 +104,3 @@ class Distance:
         of_targets = log_q.view(len(windows), length, -1)[:, :-1].flatten(0, 1).gather(1, targets[:, None])
         top1 = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
         return cls(float(kl), float(torch.exp(-of_targets.mean())), float(top1))
-
-
-def write_format(name: str, folder: Path) -> Path:
-    """The built-in model in a format."""
-    return quantize_folder(resolve_model("builtin"), folder, FORMATS[name]())

@@ -84,19 +84,19 @@ def fp8(strategy: str) -> tuple[dict[str, Any], Quantize]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    in_blocks = strategy in ("block", "transformers")
+    sizes = {"block": [48, 48], "transformers": [48, 32]}.get(strategy)
     weights = QuantizationArgs(
         num_bits=8,
         type="float",
-        strategy="block" if in_blocks else strategy,
-        block_structure=[32, 48] if in_blocks else None,
+        strategy="block" if sizes else strategy,
+        block_structure=sizes,
     )
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = BaseCompressor.get_value_from_registry("float-quantized")
 
     def quantize(weight_NK: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         n, k = weight_NK.shape
-        rows, columns = {"tensor": (n, k), "channel": (1, k)}.get(strategy, (32, 48))
+        rows, columns = {"tensor": (n, k), "channel": (1, k)}.get(strategy, sizes)
         padded = torch.nn.functional.pad(weight_NK, (0, -k % columns, 0, -n % rows))
         blocks = padded.reshape(-(-n // rows), rows, -(-k // columns), columns)
         scale = blocks.abs().amax((1, 3)) / 448
@@ -115,7 +115,7 @@ def fp8(strategy: str) -> tuple[dict[str, Any], Quantize]:
         "config_groups": {"group_0": group},
     }
     if strategy == "transformers":
-        config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 48]}
+        config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": sizes}
     return config, quantize
 
 
@@ -175,14 +175,16 @@ def gptq(
     return config, quantize
 
 
-def quantize_folder(dense: Path, folder: Path, how: tuple[dict[str, Any], Quantize]) -> Path:
+def quantize_folder(
+    dense: Path, folder: Path, how: tuple[dict[str, Any], Quantize], *, lm_head: bool = False
+) -> Path:
     """Write `dense` into `folder` with its projections quantized, and into `folder`/dense what these stand for."""
     config, quantize = how
     shutil.copytree(dense, folder / "dense")
     tensors, stands_for = Tensors(), Tensors()
     for name, tensor in load_file(dense / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if layer.endswith(("_proj", ".w1", ".w2", ".w3")):
+        if layer.endswith(("_proj", ".w1", ".w2", ".w3")) or (lm_head and layer == "lm_head"):
             packed, stands_for[name] = quantize(tensor.float())
             tensors |= {f"{layer}.{each}": value.contiguous() for each, value in packed.items()}
         else:

@@ -58,7 +58,10 @@ class Checkpoint:
         missing = [name for name in tensors if name not in self._path_of]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ModelError(f"{self._folder}: the weights lack the tensor {missing[0]}{more}")
+            of_layer = missing[0].rpartition(".")[0] + "."
+            others = ", ".join(sorted(name for name in self._path_of if name.startswith(of_layer)))
+            have = f"; they have {others}" if others else ""
+            raise ModelError(f"{self._folder}: the weights lack the tensor {missing[0]}{more}{have}")
         for name, (shape, types) in tensors.items():
             path, tensor = self._path_of[name], self._file_of(name).tensors.get(name)
             if tensor is None:
@@ -78,11 +81,16 @@ class Checkpoint:
         """A read-only view of a tensor in its file. The file stays mapped while the tensor lives."""
         return self._file_of(name).view(name)
 
-    def read(self, name: str) -> torch.Tensor:
-        """A copy of a tensor."""
-        shape, dtype = self._file_of(name).tensors[name].shape, self.dtype(name)
-        out = new_mapping(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-        self.copy_tensor(name, out, lambda num_elements: None)
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """A copy of a tensor, or of a part of it, which should not be large: it is resident twice for a moment."""
+        file = self._file_of(name)
+        source = file.view(name)[part]
+        out = new_mapping(source.nbytes).view(source.dtype).view(source.shape)
+        if part:
+            out.copy_(source)
+            file.drop_resident(file.view(name))
+        else:
+            self.copy_tensor(name, out, lambda num_elements: None)
         return out
 
     def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:

@@ -96,6 +96,8 @@ class _Identity(msgspec.Struct, kw_only=True):
 
     architectures: list[str]
     quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None
+    """Its name in files of the first versions of compressed-tensors."""
 
 
 class _GenerationFields(msgspec.Struct, kw_only=True):
@@ -111,7 +113,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     identity = decode_file(path, _Identity)
     architecture = identity.architectures[0] if identity.architectures else "(an empty list)"
-    family, quantization = _family(architecture, path), identity.quantization_config
+    family = _family(architecture, path)
+    quantization = identity.quantization_config or identity.compression_config
     fields = decode_file(path, family.fields)
     heads = _heads(fields, path)
     rope = read_rope(fields, heads, path, of_neighbours=family.rotates_neighbours)

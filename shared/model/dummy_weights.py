@@ -52,9 +52,9 @@ class DummyWeights:
         self._fill(name, 0, out)
         return out
 
-    def read(self, name: str) -> torch.Tensor:
-        """A new tensor in float32."""
-        return self.mapped(name)
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """A new tensor in float32, or a part of it."""
+        return self.mapped(name)[part]
 
     def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
         """Fill `out`, in its type."""

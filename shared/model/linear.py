@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from shared.errors import ModelError
 from shared.host_memory import new_mapping
-from shared.kernels.row_codes import quantize_rows
+from shared.kernels.row_codes import LEAST, quantize_rows
 
 _PIECE_ELEMENTS = 1 << 18
 _EXACT_K = 512
@@ -173,14 +173,20 @@ def new_codes(n: int, k: int) -> torch.Tensor:
 
 
 def quantize_weight(weight_NK: torch.Tensor, *, bits: int, group_size: int) -> QuantizedLinear:
-    """Quantize a dense weight: codes that are nearest to it, symmetric, with a scale for each group of a row."""
+    """Quantize a dense weight: codes that are nearest to it, symmetric, with a scale for each group of a row.
+
+    A scale may be negative: the value of the largest size in a group has the lowest code, of which there is one more
+    than of the highest. Source: Q4_0 of llama.cpp.
+    """
     (n, k), middle = weight_NK.shape, 1 << (bits - 1)
     codes_NK, scales_NG = new_codes(n, k), torch.empty(n, k // group_size)
     step = max(_PIECE_ELEMENTS // k, 1)
     for first in range(0, n, step):  # float32 copies of a whole layer would be its largest by far
         groups_RGK = in_groups(weight_NK[first : first + step].float(), group_size)
-        scales_RG = groups_RGK.abs().amax(2).clamp(min=torch.finfo(torch.float32).tiny) / (middle - 1)
-        codes_RGK = torch.round(groups_RGK / scales_RG[..., None]).clamp(1 - middle, middle - 1) + middle
+        least_RG, most_RG = groups_RGK.amin(2), groups_RGK.amax(2)
+        extreme_RG = torch.where(most_RG > -least_RG, most_RG, least_RG)
+        scales_RG = extreme_RG.where(extreme_RG.abs() > LEAST, 1.0) / -middle
+        codes_RGK = torch.round(groups_RGK / scales_RG[..., None]).clamp(-middle, middle - 1) + middle
         codes_NK[first : first + step] = codes_RGK.flatten(1)
         scales_NG[first : first + step] = scales_RG
     return QuantizedLinear(codes_NK=codes_NK, bits=bits, scales_NG=scales_NG, zeros_NG=None)

@@ -29,7 +29,7 @@ import msgspec
 from shared.errors import ModelError
 
 GROUP_SIZE_ON_LOAD = 128
-"""Of the 4-bit weights that `--quantization int4` makes: the field's usual one.
+"""Of weights that `--quantization` makes: the field's usual one for 4 bits.
 
 A layer whose inputs it does not divide has groups of the largest part of it that does.
 """
@@ -142,10 +142,11 @@ def quantize_on_load(name: str) -> Quantization:
 
     The lm_head gets 8 bits under both, since its errors reach the logits directly.
     """
-    int8 = Scheme(layout=Layout.ON_LOAD, bits=8, group_size=None, is_symmetric=True)
-    int4 = Scheme(layout=Layout.ON_LOAD, bits=4, group_size=GROUP_SIZE_ON_LOAD, is_symmetric=True)
-    layers = {"int8": int8, "int4": int4}[name]
-    return Quantization(schemes=((("lm_head",), int8), (("Linear",), layers)))
+
+    def of(bits: Literal[4, 8]) -> Scheme:
+        return Scheme(layout=Layout.ON_LOAD, bits=bits, group_size=GROUP_SIZE_ON_LOAD, is_symmetric=True)
+
+    return Quantization(schemes=((("lm_head",), of(8)), (("Linear",), of(8 if name == "int8" else 4))))
 
 
 def _matches(layer: str, target: str) -> bool:

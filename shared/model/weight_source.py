@@ -18,7 +18,19 @@ class TensorSpec(NamedTuple):
     types: tuple[str, ...] = FLOATS
 
 
-class WeightSource(Protocol):
+class TensorReader(Protocol):
+    """What readers of formats need of a `WeightSource`, or of a part of one."""
+
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """A copy of a tensor, or of a part of it, of its type."""
+        ...
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of its first row, rows) for pieces of a tensor. A piece is good until the next is taken."""
+        ...
+
+
+class WeightSource(TensorReader, Protocol):
     """A `Checkpoint`, or `DummyWeights`."""
 
     def check(self, tensors: Mapping[str, TensorSpec]) -> None:
@@ -33,16 +45,8 @@ class WeightSource(Protocol):
         """A tensor of that type."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """A copy of a tensor, of that type."""
-        ...
-
     def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
         """Copy a tensor into `out`, converted to its type. `on_copied` gets the number of elements of each piece."""
-        ...
-
-    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of its first row, rows) for pieces of a tensor. A piece is good until the next is taken."""
         ...
 
     def close(self) -> None:

@@ -172,7 +172,10 @@ class WeightReader:
     def lm_head(self, embed_VD: torch.Tensor) -> Linear:
         """Read the lm_head. A tied one that is not quantized is `embed_VD`."""
         c = self._config
-        if _lm_head_scheme(c) is not None:
+        scheme = _lm_head_scheme(c)
+        if scheme is not None and scheme.layout is not Layout.ON_LOAD:
+            return self._quantized(_lm_head(c), None)
+        if scheme is not None:
             return stack([piece for _, piece in self.lm_head_pieces()], None).to(self._device)
         if c.tie_word_embeddings:
             return DenseLinear(weight_NK=embed_VD, bias_N=None)
@@ -185,7 +188,9 @@ class WeightReader:
         """
         c, scheme = self._config, _lm_head_scheme(self._config)
         if scheme is not None and scheme.layout is not Layout.ON_LOAD:
-            yield 0, self._quantized(_lm_head(c), None)
+            layer, form = LinearSpec("lm_head", c.vocab_size, c.hidden_size, scheme), FORMATS[scheme.layout]
+            yield from form.pieces(self._source, layer, self._dtype)
+            self._count(self._num_stored(layer))
             return
         tied = c.tie_word_embeddings
         for first_row, piece in self._source.pieces(_EMBED if tied else _LM_HEAD):
@@ -275,10 +280,14 @@ class WeightReader:
         for name, n in projection.outputs.items():
             layer = LinearSpec(name, n, projection.num_inputs, scheme)
             parts.append(FORMATS[scheme.layout].read(self._source, layer, self._dtype))
-            self._count(
-                sum(math.prod(self._tensors[each].shape) for each in FORMATS[scheme.layout].tensors(layer))
-            )
+            self._count(self._num_stored(layer))
         return stack(parts, bias_N).to(self._device)
+
+    def _num_stored(self, layer: LinearSpec) -> int:
+        """Elements of all tensors of a quantized layer."""
+        return sum(
+            math.prod(self._tensors[name].shape) for name in FORMATS[layer.scheme.layout].tensors(layer)
+        )
 
     def _stack(self, rows: dict[str, int], *width: int) -> torch.Tensor:
         """Read tensors into one new buffer."""
@@ -332,7 +341,7 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
             nbytes += n * k * dtype.itemsize
         else:
             nbytes += n * k * scheme.bits // 8
-            nbytes += 4 * n * (k // (scheme.group_size or k))
+            nbytes += 4 * n * LinearSpec(next(iter(projection.outputs)), n, k, scheme).num_groups
     return nbytes
 
 

@@ -1,6 +1,6 @@
 """How far do quantized weights move the model, here and in transformers?
 
-The built-in model on windows of its held-out text, one token after the other. Distances are from float32:
+The built-in model and SmolLM2 on windows of text that the former has not seen. Distances are from float32:
 
     kl            Kullback-Leibler divergence of next-token distributions, nats
     perplexity    of the text
@@ -21,24 +21,24 @@ from typing import Any
 import torch
 
 from shared.model.files import resolve_model
+from tests.bench.smollm2 import smollm2
 from tests.bench.table import Row
-from tests.quantized_accuracy import (
-    FORMATS,
-    ON_LOAD,
-    Distance,
-    held_out,
-    native_logits,
-    their_logits,
-    write_format,
-)
+from tests.quantized_accuracy import ON_LOAD, Distance, formats, held_out, native_logits, their_logits
+from tests.quantized_models import quantize_folder
 
 NUM_WINDOWS, LENGTH = 4, 512
 
 
 def main() -> Iterator[dict[str, Any]]:
+    """Both models, with the largest groups that divide their layers."""
+    yield from measure("builtin", resolve_model("builtin"), group_size=128)
+    yield from measure("smollm2-135m", smollm2(), group_size=64)
+
+
+def measure(model: str, dense: Path, *, group_size: int) -> Iterator[dict[str, Any]]:
     """bf16, what is made while loading, and every format."""
-    windows, builtin = held_out(NUM_WINDOWS, LENGTH), resolve_model("builtin")
-    exact = their_logits(builtin, windows)
+    windows = held_out(dense, NUM_WINDOWS, LENGTH)
+    exact = their_logits(dense, windows)
 
     def row(
         name: str, ours: Distance, theirs: Distance | None = None, weight_only: Distance | None = None
@@ -46,26 +46,32 @@ def main() -> Iterator[dict[str, Any]]:
         figures = {key: round(value, 5) for key, value in asdict(ours).items()}
         others = {"their_kl": theirs, "weight_only_kl": weight_only}
         kl = {key: None if of is None else round(of.kl, 5) for key, of in others.items()}
-        return {"bench": "quantized", "format": name, **figures, **kl}
+        return {"bench": "quantized", "model": model, "format": name, **figures, **kl}
 
-    yield row("float32", Distance.of(exact, exact, windows))
-    yield row("bf16", Distance.of(native_logits(builtin, windows), exact, windows))
-    logits = native_logits(builtin, windows, kv_dtype=torch.int8)
-    yield row("--kv-cache-dtype int8", Distance.of(logits, exact, windows))
+    def distance(logits: torch.Tensor) -> Distance:
+        return Distance.of(logits, exact, windows)
+
+    yield row("float32", distance(exact))
+    yield row("bf16", distance(native_logits(dense, windows)))
+    yield row("--kv-cache-dtype int8", distance(native_logits(dense, windows, kv_dtype=torch.int8)))
     for flag, quantization in ON_LOAD.items():
-        yield row(flag, Distance.of(native_logits(builtin, windows, quantization), exact, windows))
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in FORMATS:
-            folder = write_format(name, Path(scratch) / name)
-            theirs = their_logits(folder if name == "W8A8" else folder / "dense", windows)
-            ours, weight_only = Distance.of(native_logits(folder, windows), exact, windows), None
-            if name not in ("W8A8", "FP8 channel", "FP8 blocks"):
-                weight_only = Distance.of(native_logits(folder, windows, weight_only=True), exact, windows)
-            yield row(name, ours, Distance.of(theirs, exact, windows), weight_only)
+        yield row(flag, distance(native_logits(dense, windows, quantization)))
+    for name, how in formats(group_size).items():
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = quantize_folder(dense, Path(scratch) / name, how())
+            theirs = distance(their_logits(folder if name == "W8A8" else folder / "dense", windows))
+            ours, weight_only = distance(native_logits(folder, windows)), None
+            if name != "W8A8" and not name.startswith("FP8"):
+                weight_only = distance(native_logits(folder, windows, weight_only=True))
+            yield row(name, ours, theirs, weight_only)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """How much more the formats lose here than in transformers, in nats."""
-    more = {row["format"]: round(row["kl"] - row["their_kl"], 5) for row in rows if row["their_kl"]}
+    more = {
+        f"{row['model']} {row['format']}": round(row["kl"] - row["their_kl"], 5)
+        for row in rows
+        if row["their_kl"]
+    }
     worst = max(more, key=lambda name: more[name])
     return {"most_kl_above_transformers": more[worst], "at": worst}

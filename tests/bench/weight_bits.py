@@ -84,11 +84,11 @@ def measure(model: str, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def weight_nbytes(shape: Shape, bits: str) -> int:
-    """What a decode step reads of the weights: codes, and float32 scales of groups of 128 inputs for int4."""
+    """What a decode step reads of the weights: codes, and float32 scales of groups of 128 inputs."""
     lm_head, layers = shape.lm_head_flops // 2, shape.linear_flops // 2
     if bits == "bf16":
         return 2 * (lm_head + layers)
-    return lm_head + (layers if bits == "int8" else layers * 17 // 32)
+    return lm_head * 33 // 32 + layers * (33 if bits == "int8" else 17) // 32
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from shared.model.formats.common import Format, LinearSpec, columns, unpack
 from shared.model.linear import QuantizedLinear, new_codes
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 _PLACE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word each of its outputs is."""
@@ -23,7 +23,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     }
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
+def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     return layer.linear(
         _unpack(source.read(f"{layer.name}.qweight"), layer.n),
         source.read(f"{layer.name}.scales").T,

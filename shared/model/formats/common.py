@@ -6,23 +6,26 @@ Shape suffixes: N outputs, K inputs, G groups of K, W words of 32 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from shared.errors import ModelError
 from shared.model.linear import Linear, QuantizedLinear, new_codes
 from shared.model.quantization import Layout, Scheme
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 ACTIVATION_GROUP = 128
 """Inputs that share a scale of activations where the format is of weights alone, with one scale for each output.
 
-A scale for the whole token would lose twice as much.
+A scale for the whole token would lose two to five times as much. Inputs that it does not divide have groups of the
+largest part of it that does, down to LEAST_GROUP.
 """
+LEAST_GROUP = 32
 _WEIGHTS_ALONE = (Layout.PACK_QUANTIZED, Layout.AWQ, Layout.GPTQ, Layout.GPTQ_V2)
 _PIECE_WORDS = 1 << 15
+PIECE_CODES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,9 @@ class LinearSpec:
             if torch.equal(order_K, torch.arange(self.k)):
                 order_K = None
         is_widened = self.scheme.layout in _WEIGHTS_ALONE and not self.scheme.is_weight_only
-        if is_widened and self.k % ACTIVATION_GROUP == 0 and self.num_groups == 1:
-            num_groups = self.k // ACTIVATION_GROUP
+        size = math.gcd(ACTIVATION_GROUP, self.k)
+        if is_widened and size >= LEAST_GROUP and self.num_groups == 1:
+            num_groups = self.k // size
             scales_NG = scales_NG.expand(-1, num_groups)
             zeros_NG = None if zeros_NG is None else zeros_NG.expand(-1, num_groups)
         return QuantizedLinear(
@@ -93,8 +97,43 @@ class Format:
 
     tensors: Callable[[LinearSpec], dict[str, TensorSpec]]
     """The tensors of a layer by their full names."""
-    read: Callable[[WeightSource, LinearSpec, torch.dtype], Linear]
+    read: Callable[[TensorReader, LinearSpec, torch.dtype], Linear]
     """Read a layer for activations of this type, without its bias. The tensors were checked."""
+
+    def pieces(
+        self, source: TensorReader, layer: LinearSpec, dtype: torch.dtype, *, num_codes: int = PIECE_CODES
+    ) -> Iterator[tuple[int, Linear]]:
+        """Yield (index of its first output, outputs) for pieces of a layer, which is never whole in memory.
+
+        A piece has about `num_codes` codes, and whole words of 32 bits and blocks of FP8.
+        """
+        rows, _ = layer.scheme.block or (1, None)
+        unit = math.lcm(32, rows)
+        step = max(num_codes // (layer.k * unit), 1) * unit
+        for first in range(0, layer.n, step):
+            last = min(first + step, layer.n)
+            before, until = (self.tensors(replace(layer, n=n)) for n in (first, last))
+            parts = {name: _between(before[name].shape, until[name].shape) for name in until}
+            yield first, self.read(_Parts(source, parts), replace(layer, n=last - first), dtype)
+
+
+def _between(before: tuple[int, ...], until: tuple[int, ...]) -> tuple[slice, ...]:
+    """The axis of the outputs is the one whose length depends on their number."""
+    return tuple(slice(0 if a == b else a, b) for a, b in zip(before, until, strict=True))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of the tensors of a source."""
+
+    source: TensorReader
+    parts: dict[str, tuple[slice, ...]]
+
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        return self.source.read(name, part or self.parts[name])
+
+    def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, self.read(name)
 
 
 def finite(layer: str, scales: torch.Tensor) -> torch.Tensor:

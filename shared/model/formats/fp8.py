@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import torch
 
+from shared.host_memory import new_mapping
 from shared.model.formats.common import Format, LinearSpec, finite
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.quantization import Layout
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 
 def _scale_name(layer: LinearSpec) -> str:
@@ -38,14 +39,14 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     }
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> Linear:
+def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> Linear:
     _, columns = layer.scheme.block or (layer.n, None)
     if layer.scheme.keeps_float and layer.k % (columns or layer.k) == 0:
         return _kept(source, layer)
     return _decoded(source, layer, dtype)
 
 
-def _kept(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
+def _kept(source: TensorReader, layer: LinearSpec) -> QuantizedLinear:
     scale = finite(layer.name, source.read(_scale_name(layer)).float())
     rows, _ = layer.scheme.block or (layer.n, None)
     return QuantizedLinear(
@@ -58,17 +59,18 @@ def _kept(source: WeightSource, layer: LinearSpec) -> QuantizedLinear:
     )
 
 
-def _decoded(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
+def _decoded(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> DenseLinear:
     """Piece by piece: float32 values of a whole layer would take four times its bytes."""
     scale = finite(layer.name, source.read(_scale_name(layer)).float())
-    weight_NK = torch.empty(layer.n, layer.k, dtype=dtype)
+    weight_NK = new_mapping(layer.n * layer.k * dtype.itemsize).view(dtype).view(layer.n, layer.k)
     for first_row, rows_RK in source.pieces(f"{layer.name}.weight"):
-        of_rows = torch.arange(first_row, first_row + len(rows_RK))
-        factors = scale
+        last_row, factors = first_row + len(rows_RK), scale
         if layer.scheme.block is not None:
             rows, columns = layer.scheme.block
-            factors = scale[of_rows // rows].repeat_interleave(columns or layer.k, 1)[:, : layer.k]
-        weight_NK[of_rows] = (rows_RK.float() * factors).to(dtype)
+            factors = scale[torch.arange(first_row, last_row) // rows]
+            if columns is not None:
+                factors = factors.repeat_interleave(columns, 1)[:, : layer.k]
+        weight_NK[first_row:last_row] = rows_RK.float().mul_(factors)
     return DenseLinear(weight_NK=weight_NK, bias_N=None)
 
 

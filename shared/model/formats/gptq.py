@@ -10,7 +10,7 @@ import torch
 from shared.model.formats.common import Format, LinearSpec, unpack
 from shared.model.linear import QuantizedLinear
 from shared.model.quantization import Layout
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 
 def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
@@ -22,7 +22,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     }
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
+def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     bits, name = layer.scheme.bits, layer.name
     zeros_GN = unpack(source.read(f"{name}.qzeros"), bits, layer.n)
     if layer.scheme.layout is Layout.GPTQ:

@@ -9,7 +9,7 @@ import torch
 
 from shared.model.formats.common import Format, LinearSpec
 from shared.model.linear import QuantizedLinear
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 
 def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
@@ -22,7 +22,7 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     return tensors
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
+def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     codes_NK = _unsigned(source.read(f"{layer.name}.weight"))
     zeros_NG = None
     if not layer.scheme.is_symmetric:

@@ -6,14 +6,14 @@ import torch
 
 from shared.model.formats.common import Format, LinearSpec
 from shared.model.linear import QuantizedLinear, new_codes, quantize_weight
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 
 def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     return {f"{layer.name}.weight": TensorSpec((layer.n, layer.k))}
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
+def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     """Piece by piece, so that no second copy of the weight is in memory."""
     codes_NK = new_codes(layer.n, layer.k)
     scales_NG = torch.empty(layer.n, layer.num_groups)

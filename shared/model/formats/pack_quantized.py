@@ -11,7 +11,7 @@ import torch
 from shared.errors import ModelError
 from shared.model.formats.common import Format, LinearSpec, unpack
 from shared.model.linear import QuantizedLinear
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.weight_source import TensorReader, TensorSpec
 
 
 def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
@@ -29,11 +29,11 @@ def _tensors(layer: LinearSpec) -> dict[str, TensorSpec]:
     return tensors
 
 
-def _read(source: WeightSource, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
+def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> QuantizedLinear:
     bits, name = layer.scheme.bits, layer.name
-    shape = source.read(f"{name}.weight_shape").tolist()
-    if shape != [layer.n, layer.k]:
-        raise ModelError(f"{name}.weight_shape: is {shape}; config.json makes it {[layer.n, layer.k]}")
+    _, k = source.read(f"{name}.weight_shape").tolist()
+    if k != layer.k:  # the words of a row and the rows were checked
+        raise ModelError(f"{name}.weight_shape: has {k} inputs; config.json makes it {layer.k}")
     zeros_NG = None
     if not layer.scheme.is_symmetric:
         zeros_NG = unpack(source.read(f"{name}.weight_zero_point").T, bits, layer.n).T.contiguous()

@@ -11,11 +11,12 @@ from shared.model.files import resolve_model
 from tests.quantized_accuracy import (
     ON_LOAD,
     Distance,
+    formats,
     held_out,
     native_logits,
     their_logits,
-    write_format,
 )
+from tests.quantized_models import quantize_folder
 
 LOST = {
     ("W8A8", False): 0.0,
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("native_kernels")
 
 @pytest.fixture(scope="module")
 def windows() -> list[list[int]]:
-    return held_out(1, 256)
+    return held_out(resolve_model("builtin"), 1, 256)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def exact(windows: list[list[int]]) -> torch.Tensor:
 def test_a_format_is_as_accurate_as_in_transformers(
     tmp_path: Path, windows: list[list[int]], exact: torch.Tensor, name: str, weight_only: bool
 ) -> None:
-    folder = write_format(name, tmp_path / "model")
+    folder = quantize_folder(resolve_model("builtin"), tmp_path / "model", formats(128)[name]())
     ours = Distance.of(native_logits(folder, windows, weight_only=weight_only), exact, windows)
     theirs = Distance.of(
         their_logits(folder if name == "W8A8" else folder / "dense", windows), exact, windows
@@ -56,7 +57,7 @@ def test_a_format_is_as_accurate_as_in_transformers(
     assert 0 < ours.kl < 1.1 * theirs.kl + LOST[name, weight_only]
 
 
-@pytest.mark.parametrize(("flag", "most"), [("int8", 0.0015), ("int4", 0.04)])
+@pytest.mark.parametrize(("flag", "most"), [("int8", 0.001), ("int4", 0.033)])
 def test_what_is_made_while_loading_is_near_the_model(
     windows: list[list[int]], exact: torch.Tensor, flag: str, most: float
 ) -> None:

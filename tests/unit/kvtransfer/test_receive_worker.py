@@ -81,7 +81,17 @@ def test_chunks_of_a_request_that_has_stopped_are_bulk_no_longer(rig: Rig) -> No
     rig.offer(MOVING, 0, 1, bulk=True)
     rig.worker.hurry(MOVING)
     rig.worker.step(block=False)
+    rig.arrive()
     assert rig.granted == [(MOVING, 0), (MOVING, 1), (other, 0), (other, 1)]
+
+
+def test_a_link_carries_when_its_first_chunk_has_arrived(rig: Rig) -> None:
+    assert rig.worker.carries is None
+    rig.offer(WAITING, 0)
+    rig.worker.step(block=False)
+    assert rig.worker.carries is False, "such a link gives way to the next transport"
+    rig.arrive()
+    assert rig.worker.carries is True
 
 
 def test_bulk_chunks_go_one_by_one_while_others_are_on_their_way_over_another_link(rig: Rig) -> None:

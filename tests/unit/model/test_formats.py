@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from shared.errors import ModelError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
-from shared.model.formats.common import LinearSpec
-from shared.model.linear import DenseLinear, QuantizedLinear
-from shared.model.quantization import Layout, Scheme, of_dummy_weights, quantize_on_load
-from shared.model.weights import DecoderWeights, load_weights, weights_nbytes
+from shared.model.formats.choice import FORMATS as READERS
+from shared.model.formats.common import LinearSpec, unpack
+from shared.model.linear import DenseLinear, QuantizedLinear, in_groups, quantize_weight
+from shared.model.quantization import Layout, Quantization, Scheme, of_dummy_weights, quantize_on_load
+from shared.model.weights import DecoderWeights, WeightReader, load_weights, weights_nbytes
 from tests.modelzoo import make_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq, quantize_folder
 
@@ -54,8 +55,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: quantize_folder(dense, root / name, make()) for name, make in FORMATS.items()}
 
 
-def load(folder: Path) -> DecoderWeights:
-    return load_weights(Checkpoint(folder), load_model_config(folder), dtype=torch.bfloat16, device=CPU)
+def load(folder: Path, *, keeps_float: bool = False) -> DecoderWeights:
+    """Read in pieces of 3000 bytes: FP8 and dense weights in several."""
+    config = load_model_config(folder)
+    if keeps_float:
+        assert config.quantization is not None
+        config = replace(config, quantization=config.quantization.kept_float())
+    return load_weights(Checkpoint(folder, piece_nbytes=3000), config, dtype=torch.bfloat16, device=CPU)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -69,6 +75,9 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
             (layer.mlp.down_proj, ("mlp.down_proj",)),
         ):
             wanted = torch.cat([stands_for[f"model.layers.{i}.{part}.weight"] for part in parts])
+            if parts[0] == "self_attn.q_proj":
+                biases = torch.cat([stands_for[f"model.layers.{i}.{part}.bias"] for part in parts])
+                assert linear.bias_N is not None and torch.equal(linear.bias_N, biases)
             if name.startswith("fp8"):
                 assert isinstance(linear, DenseLinear) and torch.equal(linear.weight_NK, wanted.bfloat16())
                 continue
@@ -79,6 +88,47 @@ def test_a_layer_is_what_its_library_says(folders: dict[str, Path], name: str) -
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_in_pieces_is_the_layer(folders: dict[str, Path], name: str) -> None:
+    quantization = load_model_config(folders[name]).quantization
+    scheme = quantization.scheme_of("gate_proj") if quantization is not None else None
+    assert scheme is not None
+    layer = LinearSpec("model.layers.1.mlp.gate_proj", 128, 64, scheme)
+    source, form = Checkpoint(folders[name]), READERS[scheme.layout]
+    firsts, pieces = zip(*form.pieces(source, layer, torch.bfloat16, num_codes=70 * 64), strict=True)
+    assert firsts == ((0, 96) if name in ("fp8-block", "fp8-transformers") else (0, 64))
+    whole = form.read(source, layer, torch.bfloat16)
+    x_TK = X[:, :64]
+    assert torch.equal(torch.cat([piece.multiply(x_TK) for piece in pieces], 1), whole.multiply(x_TK))
+
+
+def test_words_are_unpacked_in_pieces() -> None:
+    """Two rows are more than a piece."""
+    words = torch.randint(-(1 << 31), 1 << 31, (3, 20_000), generator=torch.Generator().manual_seed(1))
+    codes = unpack(words.to(torch.int32), 4, 160_000 - 3)
+    assert torch.equal(codes, torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1)[:, :-3])
+
+
+def test_an_lm_head_that_is_quantized_in_the_file(folders: dict[str, Path], tmp_path: Path) -> None:
+    config, quantize = gptq(4, 32)
+    dense = folders["gptq"].parent / "dense"
+    folder = quantize_folder(dense, tmp_path / "model", (config | {"lm_head": True}, quantize), lm_head=True)
+    stands_for, done = load_file(folder / "dense" / "model.safetensors")["lm_head.weight"], list[float]()
+    with WeightReader(
+        Checkpoint(folder),
+        load_model_config(folder),
+        dtype=torch.bfloat16,
+        device=CPU,
+        on_progress=done.append,
+    ) as reader:
+        whole = reader.lm_head(reader.embed())
+        assert isinstance(whole, QuantizedLinear) and torch.equal(whole.dequantized(), stands_for)
+        before = done[-1]
+        ((first, piece),) = reader.lm_head_pieces()
+        assert first == 0 and torch.equal(piece.multiply(X[:, :64]), whole.multiply(X[:, :64]))
+        assert done[-1] > before
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_outputs_in_another_order(folders: dict[str, Path], name: str) -> None:
     linear = load(folders[name]).layers[0].mlp.gate_up_proj
     order_N = torch.randperm(linear.shape[0])
@@ -86,12 +136,12 @@ def test_outputs_in_another_order(folders: dict[str, Path], name: str) -> None:
     assert torch.equal(linear.with_outputs(order_N).multiply(x_TK), linear.multiply(x_TK)[:, order_N])
 
 
-@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block", "fp8-transformers"])
 def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, Path], name: str) -> None:
     config = load_model_config(folders[name])
     assert config.quantization is not None
     kept = replace(config, quantization=config.quantization.kept_float())
-    weights = load_weights(Checkpoint(folders[name]), kept, dtype=torch.bfloat16, device=CPU)
+    weights = load(folders[name], keeps_float=True)
     assert weights_nbytes(kept, torch.bfloat16) < weights_nbytes(config, torch.bfloat16)
     stands_for = load_file(folders[name] / "dense" / "model.safetensors")
     for i, layer in enumerate(weights.layers):
@@ -192,7 +242,7 @@ AS_WRITTEN: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("w4a16-g32", of_weights(actorder="weight")),
     ("w4a16-g32-order", of_weights(actorder="dynamic")),
     ("fp8-channel", lambda config: (config.update(format="naive-quantized"), of_group(format=None)(config))),
-    ("fp8-block", of_weights(block_structure="32x48")),
+    ("fp8-block", of_weights(block_structure="48x48")),
     ("awq", lambda config: config.update(version="GEMM", modules_to_not_convert=None)),
     ("gptq", lambda config: config.update(lm_head=None, checkpoint_format=None, meta={"quantizer": ["a"]})),
     ("gptq-v2", lambda config: config.update(format=config.pop("checkpoint_format"))),
@@ -247,6 +297,13 @@ def test_a_scale_without_an_axis_and_a_shape_of_32_bits(folders: dict[str, Path]
             assert torch.equal(ours.mlp.down_proj.multiply(X), theirs.mlp.down_proj.multiply(X))
 
 
+def with_last(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """A copy with another last element."""
+    copy = tensor.clone()
+    copy.view(-1)[-1] = value
+    return copy
+
+
 WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
     ("w8a8", "model.layers.1.mlp.up_proj.weight_scale", lambda tensor: None),
     ("w8a8", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor.float()),
@@ -256,8 +313,9 @@ WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]]] = [
     ("awq", "model.layers.0.mlp.gate_proj.qzeros", lambda tensor: None),
     ("gptq", "model.layers.0.mlp.gate_proj.scales", lambda tensor: tensor.T.contiguous()),
     ("gptq-order", "model.layers.0.self_attn.q_proj.g_idx", lambda tensor: tensor.flip(0)),
-    ("w8a8", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: tensor * torch.nan),
-    ("fp8-block", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: tensor * torch.inf),
+    ("w8a8", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: with_last(tensor, torch.nan)),
+    ("fp8-block", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: with_last(tensor, torch.inf)),
+    ("fp8-channel", "model.layers.1.mlp.down_proj.weight_scale", lambda tensor: with_last(tensor, torch.inf)),
 ]
 
 
@@ -276,7 +334,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
     other = change(tensors.pop(tensor))
     save_file(tensors if other is None else tensors | {tensor: other}, folder / "model.safetensors")
     with pytest.raises(ModelError) as refused:
-        load(folder)
+        load(folder, keeps_float=name == "fp8-channel")
     layer, words = tensor.rpartition(".")[0], str(refused.value)
     assert tensor in words or "g_idx" in words or f"{layer}: a scale is not finite" in words
 
@@ -319,6 +377,33 @@ def test_groups_of_layers_and_what_is_ignored(folders: dict[str, Path], tmp_path
     )
 
 
+def test_the_config_has_an_older_name_and_is_missed(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["w4a16"], tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config | {"compression_config": quantization}))
+    assert load_model_config(folder).quantization == load_model_config(folders["w4a16"]).quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"lack .*q_proj\.weight and 20 more; they have .*q_proj\.weight_packed"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_become_the_nearest_codes(bits: int) -> None:
+    """What is largest in a group is exact, and all that is not its opposite is half a step off at most."""
+    weight_NK = torch.randn(40, 96, generator=torch.Generator().manual_seed(bits))
+    weight_NK[0], weight_NK[1, :32] = 0.0, 1e-40
+    layer = quantize_weight(weight_NK, bits=bits, group_size=32)
+    groups_NGK, quantized_NGK = in_groups(weight_NK, 32), in_groups(layer.dequantized(), 32)
+    largest, step_NG = groups_NGK.abs().argmax(2, keepdim=True), layer.scales_NG.abs()
+    torch.testing.assert_close(quantized_NGK.gather(2, largest), groups_NGK.gather(2, largest))
+    off_NGK = (quantized_NGK - groups_NGK).abs() / step_NG[..., None]
+    assert off_NGK.amax() <= 1.0 and (off_NGK > 0.5001).float().mean() < 0.02
+    assert layer.codes_NK.min() == 0 and layer.codes_NK.max() == (1 << bits) - 1
+
+
 def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
     def is_quantized(name: str, layer: str, **change: Any) -> bool:
         to = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
@@ -335,21 +420,34 @@ def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: P
     assert is_quantized("w8a8", up_proj, ignore=["re:mlp"])  # compressed-tensors takes re.match
 
 
+def test_a_name_comes_before_a_regex_and_a_regex_before_all_layers() -> None:
+    one, some, all_others = (
+        Scheme(layout=Layout.ON_LOAD, bits=8, group_size=size, is_symmetric=True) for size in (32, 64, 128)
+    )
+    quantization = Quantization(
+        schemes=((("Linear",), all_others), (("re:.*mlp",), some), (("mlp.up",), one))
+    )
+    assert [quantization.scheme_of(name) for name in ("mlp.up", "mlp.down", "o")] == [one, some, all_others]
+
+
 def test_a_tied_lm_head_of_dummy_weights_is_dense() -> None:
     int8 = quantize_on_load("int8")
     assert of_dummy_weights(int8, is_tied=False).scheme_of("lm_head") is not None
     assert of_dummy_weights(int8, is_tied=True).scheme_of("lm_head") is None
 
 
-@pytest.mark.parametrize(("weight_only", "group_size"), [(False, 128), (True, 256)])
+@pytest.mark.parametrize(
+    ("k", "weight_only", "group_size"),
+    [(256, False, 128), (256, True, 256), (96, False, 32), (48, False, 48)],
+)
 def test_activations_have_a_scale_for_each_group_where_weights_have_one_for_all(
-    weight_only: bool, group_size: int
+    k: int, weight_only: bool, group_size: int
 ) -> None:
     scheme = Scheme(
         layout=Layout.PACK_QUANTIZED, bits=8, group_size=None, is_symmetric=True, is_weight_only=weight_only
     )
-    layer = LinearSpec("down_proj", 4, 256, scheme).linear(
-        torch.zeros(4, 256, dtype=torch.uint8),
+    layer = LinearSpec("down_proj", 4, k, scheme).linear(
+        torch.zeros(4, k, dtype=torch.uint8),
         torch.ones(4, 1),
         torch.full((4, 1), 3, dtype=torch.uint8),
         None,
