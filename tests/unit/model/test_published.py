@@ -178,7 +178,7 @@ def load(folder: Path, name: str, **changes: object) -> ModelConfig:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_config(tmp_path: Path, name: str) -> None:
     config, published = load(tmp_path, name), MODELS[name]
-    assert config.context_length == published.context_length
+    assert config.max_position_embeddings == published.context_length
     assert native_obstacle(config) is None
     assert weights_nbytes(config, torch.bfloat16) / 2 == pytest.approx(published.num_parameters, rel=3e-3)
 

@@ -81,7 +81,7 @@ def test_waves_are_those_of_transformers(
     scaling = data.draw(scalings(rotary_dim))
     rope = scaling | {"rope_theta": theta, "partial_rotary_factor": rotary_dim / HEAD_DIM}
     ours = load(rope, most)
-    length = max(math.ceil(part * ours.context_length), 1)
+    length = max(math.ceil(part * ours.max_position_embeddings), 1)
     theirs = transformers.LlamaConfig(head_dim=HEAD_DIM, max_position_embeddings=most, rope_parameters=rope)
     frequencies_R, amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, seq_len=length)
     waves_2R = rotary_waves(ours.made_for(length).rope, HEAD_DIM, CPU)
@@ -103,7 +103,7 @@ def test_waves_are_those_of_transformers(
     ids=["yarn", "yarn-some-more", "yarn-less", "dynamic", "linear"],
 )
 def test_the_context_that_scaling_makes(rope: dict[str, Any], most: int, context_length: int) -> None:
-    assert load(rope, most).context_length == context_length
+    assert load(rope, most).max_position_embeddings == context_length
 
 
 def test_what_the_context_length_changes_has_a_name() -> None:
