@@ -50,13 +50,14 @@ def main() -> int:
 
 
 def calls() -> Iterator[str]:
-    """A line for each call. Each leaves all that was found until then in one file."""
+    """A line for each call, which may have a machine of its own. It leaves one file, in `$OUT` if that is set."""
     has_wheels, pip = (ROOT / "gpu-wheels").is_dir(), "python3 -m pip install --quiet --no-index --no-deps"
+    python = "python3"
     if has_wheels:
-        yield f"{pip} --target .gpu/site gpu-wheels/*.whl"
-    python = "PYTHONPATH=.gpu/site python3" if has_wheels else "python3"
+        python = f"{pip} --target .gpu/site gpu-wheels/*.whl && PYTHONPATH=.gpu/site python3"
     for number, (command, names) in enumerate(CALLS, 1):
-        yield f"{python} -m tests.gpu {command} {' '.join(names)}; tar czf gpu-{number}.tgz build/gpu"
+        kept = f'tar czf "${{OUT:-.}}/gpu-{number}.tgz" build/gpu'
+        yield f"{python} -m tests.gpu {command} {' '.join(names)}; code=$?; {kept}; exit $code"
 
 
 class Run:

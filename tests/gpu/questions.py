@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from shared.kernels.triton.linear import ExactLinear
 from tests.gpu.rows import Row, Verdict, figure
 from tests.gpu.steps import Place, Report
 
@@ -27,12 +28,16 @@ def run(place: Place, report: Report) -> None:
         backend = sdpa_backend(place.device, query_tokens, kv_tokens, masked=masked)
         report(figure(f"SDPA, {what}", backend, note="which torch takes for --attention-backend torch"))
     if place.is_dry:
-        for what in ("bits of mma and wgmma tiles", "IPC of GPU memory"):
+        for what in ("bits of mma and wgmma tiles", "bits of --exact's products", "IPC of GPU memory"):
             report(Row(what=what, verdict=Verdict.SKIP, note="needs a GPU"))
         return
     report(
         figure("bits of mma and wgmma tiles", tile_bits(), note="of one row's product, over tiles x warps")
     )
+    same = ExactLinear.of(torch.device(place.device), torch.bfloat16).same_bits(
+        (PRODUCT_DEPTH,), torch.bfloat16, torch.device(place.device)
+    )
+    report(figure("bits of --exact's products", "same" if same else "differ", note="over its tiles"))
     report(figure("IPC of GPU memory", ipc(), note="a process reads what another one has allocated"))
 
 

@@ -94,13 +94,13 @@ COMMANDS = {"test": TEST_STEPS, "bench": BENCH_STEPS}
 CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bench", ("questions", "limits")),
     ("test", ("machine", "kernels", "golden", "exactness")),
-    ("bench", ("8b", "0.6b")),
+    ("bench", ("limits", "8b", "0.6b")),
     ("test", ("fleet", "matrix")),
-    ("bench", ("transfer",)),
+    ("bench", ("limits", "transfer")),
     ("bench", ("mixed-load",)),
     ("test", ("sanitizer",)),
 )
 """Commands with some of their steps, each with LIMIT_S to itself, for a GPU that is lent for minutes at a time.
 
-What all that is exact stands on comes first, and each call rests on those before it.
+What all that is exact stands on comes first. A machine may be new for each call, so shares have limits beside them.
 """

@@ -43,8 +43,9 @@ def test_the_calls_have_every_test_and_are_commands() -> None:
         "test"
     ].keys()
     lines = [line for line in calls() if "tests.gpu" in line]
-    assert len(lines) == len(CALLS) and lines[0].endswith(
-        "bench questions limits; tar czf gpu-1.tgz build/gpu"
+    assert len(lines) == len(CALLS)
+    assert lines[0].endswith(
+        'bench questions limits; code=$?; tar czf "${OUT:-.}/gpu-1.tgz" build/gpu; exit $code'
     )
 
 

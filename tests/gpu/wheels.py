@@ -21,9 +21,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_NBYTES = 60 << 20
-MACHINE_HAS = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "huggingface-hub")
-"""Large packages that images with torch bring along."""
+MOST_NBYTES = 42 << 20
+MACHINE_HAS = ("torch", "triton", "numpy", "hf-xet")
+"""What images with torch bring along, and a downloader of the hub, which is not reached."""
 TESTS_NEED = ("pytest", "pytest-timeout", "pytest-xdist", "httpx", "hypothesis", "psutil")
 """Of the development dependencies."""
 OLDEST_GLIBC, NEWEST_GLIBC = 5, 39

@@ -6,7 +6,8 @@ probabilities from one power of two to the next, and the likeliest token has pro
 
 Nothing is sorted: thresholds are found by bisection over the bits of the probabilities, as in
 `shared/kernels/cpu/src/sampling.cpp`. The bits of positive floats have the order of their values. Probabilities are
-added up as integers, multiples of 2 ** -44. So a sum is the same in any order.
+added up as integers, multiples of 2 ** -44. So a sum is the same in any order. All kernels compute a probability by
+the same operations. Bits that differed all the same would cost a candidate, and no store or token out of range.
 """
 
 from __future__ import annotations
@@ -165,9 +166,10 @@ def candidates_kernel(
             p = _load(logits + row * V, block * BLOCK, V, top, temperature, BLOCK)
             chosen = p.to(tl.int32, bitcast=True) >= _edge(octave)
             before = tl.sum(tl.where(tl.arange(0, NUM_BLOCKS) < block, of_octave, 0), axis=0)
-            place = row * FEW + before + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-            tl.store(few + place, p, mask=chosen)
-            tl.store(few_ids + place, block * BLOCK + tl.arange(0, BLOCK), mask=chosen)
+            place = before + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            stored = chosen & (place < FEW)
+            tl.store(few + row * FEW + place, p, mask=stored)
+            tl.store(few_ids + row * FEW + place, block * BLOCK + tl.arange(0, BLOCK), mask=stored)
 
 
 @triton.jit
@@ -267,7 +269,7 @@ def _target(uniform, total):
     return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])  # 1 would be another binary
 def draw_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, uniforms, tops, likeliest, counts, masses, few, few_ids,
     rows, last_tokens, token_ids, V, num_blocks,
@@ -326,6 +328,7 @@ def draw_kernel(
                     p = _load(logits, block * BLOCK, V, top, temperature, BLOCK)
                     up_to = before + tl.cumsum(tl.where(p >= lowest, _mass(p), 0), axis=0)
                     token = block * BLOCK + tl.sum((up_to <= target).to(tl.int32), axis=0)
+    token = tl.minimum(tl.maximum(token, 0), V - 1)
     tl.store(token_ids + row, token.to(tl.int64))
     tl.store(last_tokens + tl.load(rows + row), token.to(tl.int64))
 

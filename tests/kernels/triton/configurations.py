@@ -220,8 +220,8 @@ def row_codes_configuration(group_size: int, *, has_order: bool) -> Configuratio
     )
 
 
-def sample_configurations() -> list[Configuration]:
-    """The kernels of `sampling` over 151936 tokens."""
+def sample_configurations(num_blocks: int) -> list[Configuration]:
+    """The kernels of `sampling` over a vocabulary of as many blocks, a power of two."""
     of_rows = {
         **pointers("fp32", "temperatures", "top_ps", "min_ps"),
         **pointers("i64", "top_ks"),
@@ -229,13 +229,13 @@ def sample_configurations() -> list[Configuration]:
     table = {**pointers("fp32", "tops"), **pointers("i32", "counts"), **pointers("i64", "masses")}
     few = {**pointers("fp32", "few"), **pointers("i32", "few_ids")}
     tokens = TritonTokens()
-    constants = {"BLOCK": tokens.block, "NUM_BLOCKS": 64}
+    constants = {"BLOCK": tokens.block, "NUM_BLOCKS": num_blocks}
     logits = pointers("fp32", "logits")
     drawn = {**of_rows, **pointers("fp64", "uniforms"), **table, **few}
     greedy = {name: kind for name, kind in drawn.items() if name == "tops"}
     parts = [
         Configuration(
-            name="sample-top",
+            name=f"sample-top-{num_blocks}",
             kernel=sampling.top_kernel,
             types={**logits, **pointers("fp32", "tops"), **pointers("i32", "likeliest"), "V": "i32"},
             divisible=("V",),
@@ -243,7 +243,7 @@ def sample_configurations() -> list[Configuration]:
             options=same_everywhere(**sampling.OPTIONS),
         ),
         Configuration(
-            name="sample-octaves",
+            name=f"sample-octaves-{num_blocks}",
             kernel=sampling.octaves_kernel,
             types={**logits, **pointers("fp32", "temperatures"), **table, "V": "i32"},
             divisible=("V",),
@@ -251,7 +251,7 @@ def sample_configurations() -> list[Configuration]:
             options=same_everywhere(**sampling.OPTIONS),
         ),
         Configuration(
-            name="sample-candidates",
+            name=f"sample-candidates-{num_blocks}",
             kernel=sampling.candidates_kernel,
             types={**logits, **of_rows, **table, **few, "V": "i32"},
             divisible=("V",),
@@ -262,7 +262,7 @@ def sample_configurations() -> list[Configuration]:
     for name, types in (("drawn", drawn), ("greedy", greedy)):
         out = pointers("i32", "likeliest") | pointers("i64", "rows", "last_tokens", "token_ids")
         draw = Configuration(
-            name=f"sample-{name}",
+            name=f"sample-{name}-{num_blocks}",
             kernel=sampling.draw_kernel,
             types={**logits, **types, **out, "V": "i32", "num_blocks": "i32"},
             divisible=("V",),
@@ -399,7 +399,8 @@ CONFIGURATIONS = [
     row_codes_configuration(4096, has_order=False),
     row_codes_configuration(128, has_order=False),
     row_codes_configuration(128, has_order=True),
-    *sample_configurations(),
+    *sample_configurations(64),
+    *sample_configurations(1),
     pages_configuration(scatter=False),
     pages_configuration(scatter=True),
     *OTHERS,
