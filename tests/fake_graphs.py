@@ -142,7 +142,7 @@ class BlockAttention:
     def max_work_words(self, shape: BlockShape, context_length: int) -> int:
         return 1 + 3 * shape.num_sequences
 
-    def plan(self, batch: ForwardBatch) -> BlockAttentionPlan:
+    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> BlockAttentionPlan:
         return BlockAttentionPlan(batch.words)
 
 
