@@ -21,7 +21,7 @@ import jsonschema
 import numpy as np
 import pytest
 import regex as regex_module
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -522,5 +522,6 @@ def test_what_a_common_schema_allows_may_be_said(
 ) -> None:
     """So that nothing is enforced by forbidding too much."""
     text = json.dumps(data.draw(values), separators=(",", ":"), sort_keys=True)
+    assume("<|" not in text)  # the name of a special token, which no grammar allows
     state = world.backend.compile(Grammar("json_schema", json.dumps(schema))).new_matcher()
     assert all(map(state.accept, [*world.tokenizer.encode(text).ids, EOS_TOKEN_ID])), text
