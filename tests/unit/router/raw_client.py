@@ -36,7 +36,8 @@ class RawClient:
 
     def send(self, data: str | bytes) -> None:
         """Written as it is; "\\n" in a string stands for CRLF."""
-        self.writer.write(data.replace("\n", "\r\n").encode() if isinstance(data, str) else data)
+        if not self.writer.is_closing():  # else the router has hung up, which a read tells
+            self.writer.write(data.replace("\n", "\r\n").encode() if isinstance(data, str) else data)
 
     async def send_in_pieces(self, data: str, num_bytes: int) -> None:
         """`send`, so many bytes at a time, until all is sent or the server has hung up."""
