@@ -172,6 +172,7 @@ def test_an_answer_matches_the_regex(world: World, kind: Literal["regex", "json_
     seen = Seen()
 
     @given(pattern=REGEXES, seed=st.integers(0, 2**32))
+    @example(pattern=".+", seed=3)  # XGrammar 0.2.9 lets a stop token end it, since the token's text matches
     @settings(max_examples=NUM_EXAMPLES)
     def check(pattern: str, seed: int) -> None:
         schema = json.dumps({"type": "string", "pattern": pattern})
