@@ -20,6 +20,8 @@ from shared.kernels.triton.attention_work import Header
 from shared.model.linear import Linear
 from shared.model.ops import Rotary
 
+CUT_FROM = 24
+
 
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which tensors are made inside, and which were there before."""
@@ -108,6 +110,7 @@ class BlockAttentionPlan:
     """Reads what a kernel would, when it runs: the header, the page table and the work of the block."""
 
     words: torch.Tensor
+    may_cut: bool
 
     def run(
         self,
@@ -121,6 +124,8 @@ class BlockAttentionPlan:
         items = words[work + 1 : work + 1 + 3 * words[work]].reshape(-1, 3)
         out_THD = torch.full_like(q_THD, torch.nan)
         for b, (first, start, length) in enumerate(items.tolist()):
+            if start + length > CUT_FROM and not self.may_cut:
+                continue
             pages_P = torch.from_numpy(words[table + b * stride : table + (b + 1) * stride]).long()
             part = slice(first, first + length)
             out_THD[part] = extend_attention(
@@ -130,7 +135,10 @@ class BlockAttentionPlan:
 
 
 class BlockAttention:
-    """A capturable backend: a plan that holds nothing but the address of the block. Padding attends to NaN."""
+    """A capturable backend, whose plan holds nothing of a batch but the block's address. Padding attends to NaN.
+
+    Of a sequence of more than CUT_FROM tokens only a plan for work that may be cut gives anything but NaN.
+    """
 
     capturable = True
 
@@ -142,8 +150,12 @@ class BlockAttention:
     def max_work_words(self, shape: BlockShape, context_length: int) -> int:
         return 1 + 3 * shape.num_sequences
 
-    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> BlockAttentionPlan:
-        return BlockAttentionPlan(batch.words)
+    def is_cut(self, work: np.ndarray) -> bool:
+        items = work[1:].reshape(-1, 3)
+        return bool((items[:, 1] + items[:, 2] > CUT_FROM).any())
+
+    def plan(self, batch: ForwardBatch, *, may_cut: bool) -> BlockAttentionPlan:
+        return BlockAttentionPlan(batch.words, may_cut)
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,15 @@ class AttentionBackend(Protocol):
         """The most words of `work` for a batch that fits into `shape`, so that the block has room for them."""
         ...
 
-    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> AttentionPlan:
+    def is_cut(self, work: np.ndarray) -> bool:
+        """Whether parts of this work are computed apart, so that a plan has to merge them."""
+        ...
+
+    def plan(self, batch: ForwardBatch, *, may_cut: bool) -> AttentionPlan:
         """What every layer of the forward shares. `batch.host` has lengths on the host, so nothing need wait.
 
-        `work` is that of the forward; None for a plan that is captured. It serves all later forwards of the shape, so
-        it must not depend on `batch.host` either. Its output for padding tokens may be anything.
+        Without `may_cut` the plan serves only forwards whose work is not cut. A plan that is captured serves all
+        later forwards of the shape, so it must not depend on `batch.host`. Its output for padding may be anything.
         """
         ...
 
@@ -103,7 +107,11 @@ class TorchAttention:
         """None."""
         return 0
 
-    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> TorchAttentionPlan:
+    def is_cut(self, work: np.ndarray) -> bool:
+        """Never."""
+        return False
+
+    def plan(self, batch: ForwardBatch, *, may_cut: bool) -> TorchAttentionPlan:
         """Split the batch into its extends and its decode step."""
         num_extends = len(batch.host.rows_B) - batch.host.num_decodes
         lengths = batch.host.lengths_B[:num_extends].tolist()

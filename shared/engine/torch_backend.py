@@ -108,16 +108,17 @@ class TorchBackend:
     def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
         """Bring the batch to the device, and go through the layers, or replay the graph that does."""
         work = self._attention.work(batch)
+        may_cut = self._attention.is_cut(work)
         exact = BlockShape.of(batch)
         padded = self._graphs.shape_for(exact) if self._graphs is not None else None
         if padded is None or not self._inputs.has_room(batch, padded, work):
             fb = self._forward_batch(batch, exact, work)
-            plan = _CountedPlan(self._attention.plan(fb, work), self._layers_queued)
+            plan = _CountedPlan(self._attention.plan(fb, may_cut=may_cut), self._layers_queued)
             hidden_TD, logits_SV = self._compute(fb, plan, future_map)
         else:
             assert self._graphs is not None and self._results is not None
             self._inputs.fill(batch, padded, work)
-            self._graphs.replay(padded)
+            self._graphs.replay(padded, may_cut)
             self._layers_queued(self._pool.num_layers)
             fb = self._captured[padded]
             hidden_TD, logits_SV = self._results.hidden_TD, self._results.logits_SV
@@ -139,7 +140,7 @@ class TorchBackend:
         return 0 if self._graphs is None else self._graphs.measure(partial(self._forward_of, future_map))
 
     def capture_graphs(self, future_map: FutureMap) -> None:
-        """Capture a graph for each shape."""
+        """Capture the graphs of each shape."""
         if self._graphs is not None:
             self._graphs.capture(partial(self._forward_of, future_map))
 
@@ -162,7 +163,7 @@ class TorchBackend:
             return hidden_TD, None
         return hidden_TD, self._decoder.logits(hidden_TD[fb.last_token_S], ops, logits_SV)
 
-    def _forward_of(self, future_map: FutureMap, shape: BlockShape) -> Callable[[], None]:
+    def _forward_of(self, future_map: FutureMap, shape: BlockShape, may_cut: bool) -> Callable[[], None]:
         """What is captured for `shape`. The input block holds a padding batch, for kernels to be tried on."""
         row, page_size = future_map.padding_row, self._pool.page_size
         batch = padding_batch(shape, row, page_size, self._context_length)
@@ -171,7 +172,7 @@ class TorchBackend:
         fb = self._captured[shape] = self._forward_batch(batch, shape, work)
 
         def forward() -> None:
-            self._compute(fb, self._attention.plan(fb, None), future_map, self._results)
+            self._compute(fb, self._attention.plan(fb, may_cut=may_cut), future_map, self._results)
 
         return forward
 

@@ -2,7 +2,8 @@
 
 A small forward is bound by the launches of its kernels. Recorded, it is one launch. A recorded forward reads and
 writes fixed addresses: the input block, the weights, the KV pool, the FutureMap, and the buffers of its result. It
-serves every batch that fits into its shape; the rest of the shape is padding.
+serves every batch that fits into its shape; the rest of the shape is padding. A decode step has two graphs: where no
+tile of attention is cut, one launch a layer is left out. An extend has so much to compute that it would not matter.
 """
 
 from __future__ import annotations
@@ -92,36 +93,47 @@ def graph_shapes(max_bs: int, max_tokens: int) -> tuple[BlockShape, ...]:
     return tuple(sorted(shapes))
 
 
+ForwardOf = Callable[[BlockShape, bool], Callable[[], None]]
+"""The forward of a shape whose work may be cut, or is not (`AttentionBackend.is_cut`)."""
+
+
 class Graphs:
     """The graphs of one engine."""
 
     def __init__(self, pool: GraphPool, shapes: Sequence[BlockShape]) -> None:
         self._pool = pool
         self.shapes = tuple(sorted(shapes))
-        self._graphs: dict[BlockShape, Graph] = {}
+        self._kinds = [
+            (shape, may_cut)
+            for shape in reversed(self.shapes)
+            for may_cut in ((True, False) if shape.num_tokens == shape.num_sequences else (True,))
+        ]
+        """What is captured, the largest first: the memory of its forward then serves all others."""
+        self._graphs: dict[tuple[BlockShape, bool], Graph] = {}
 
-    def capture(self, forward_of: Callable[[BlockShape], Callable[[], None]]) -> None:
-        """Capture every shape, the largest first: the memory of its forward then serves all others."""
-        for shape in reversed(self.shapes):
-            self._graphs[shape] = self._pool.capture(forward_of(shape))
-        log.event("cuda_graphs_captured", shapes=len(self.shapes), largest=self.shapes[-1])
+    def capture(self, forward_of: ForwardOf) -> None:
+        """Capture every shape, that of a decode step also for work that is not cut."""
+        for kind in self._kinds:
+            self._graphs[kind] = self._pool.capture(forward_of(*kind))
+        log.event("cuda_graphs_captured", graphs=len(self._kinds), largest=self.shapes[-1])
 
-    def measure(self, forward_of: Callable[[BlockShape], Callable[[], None]]) -> int:
+    def measure(self, forward_of: ForwardOf) -> int:
         """Estimate the bytes that `capture` takes: the largest graph, and what the next one adds for each other."""
         free, graphs = [self._pool.free_nbytes()], []
-        for shape in self.shapes[:-3:-1]:
-            graphs.append(self._pool.capture(forward_of(shape)))
+        for kind in self._kinds[:2]:
+            graphs.append(self._pool.capture(forward_of(*kind)))
             free.append(self._pool.free_nbytes())
         largest, *others = (before - after for before, after in pairwise(free))
-        return largest + sum(others) * (len(self.shapes) - 1)
+        return largest + sum(others) * (len(self._kinds) - 1)
 
     def shape_for(self, shape: BlockShape) -> BlockShape | None:
         """The smallest captured shape that a forward of `shape` can be padded to; None if it is too large."""
         first = bisect_left(self.shapes, shape)
         return next(
-            (other for other in self.shapes[first:] if other in self._graphs and other.holds(shape)), None
+            (other for other in self.shapes[first:] if (other, True) in self._graphs and other.holds(shape)),
+            None,
         )
 
-    def replay(self, shape: BlockShape) -> None:
-        """Queue the graph of `shape` behind the input block that was filled for it."""
-        self._graphs[shape].replay()
+    def replay(self, shape: BlockShape, may_cut: bool) -> None:
+        """Queue the graph of `shape` behind the input block that was filled for it, with work that is cut or not."""
+        self._graphs[(shape, may_cut) if (shape, may_cut) in self._graphs else (shape, True)].replay()

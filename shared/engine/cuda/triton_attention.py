@@ -21,7 +21,7 @@ class TritonAttentionPlan:
     kernels: PagedAttention
     words: torch.Tensor
     may_cut: bool
-    """False if no tile of the forward is cut."""
+    """False if no tile of these forwards is cut."""
 
     def run(
         self,
@@ -67,6 +67,10 @@ class TritonAttention:
             workspace_rows=self.kernels.workspace_rows,
         )
 
-    def plan(self, batch: ForwardBatch, work: np.ndarray | None) -> TritonAttentionPlan:
-        """Everything is in the block. A captured plan cannot know whether later forwards cut tiles."""
-        return TritonAttentionPlan(self.kernels, batch.words, work is None or has_merges(work))
+    def is_cut(self, work: np.ndarray) -> bool:
+        """Whether it has merges."""
+        return has_merges(work)
+
+    def plan(self, batch: ForwardBatch, *, may_cut: bool) -> TritonAttentionPlan:
+        """Everything else is in the block."""
+        return TritonAttentionPlan(self.kernels, batch.words, may_cut)

@@ -31,6 +31,7 @@ from shared.errors import ConfigError
 from shared.kernels.triton import attention_work as work
 from shared.kernels.triton.attention_constants import (
     MERGE_OPTIONS,
+    WARPS_A_PROCESSOR,
     attention_constants,
     attention_options,
     merge_constants,
@@ -339,7 +340,7 @@ class PagedAttention:
         num_processors, capability = processors(device)
         self._options = attention_options(capability, self._constants, dtype)
         self._num_merge_programs = 4 * num_processors
-        self.num_programs = num_programs or num_processors * 8 // self._options["num_warps"]
+        self.num_programs = num_programs or num_processors * WARPS_A_PROCESSOR // self._options["num_warps"]
         self.workspace_rows = workspace_nbytes // (num_kv_heads * (head_dim + 2) * 4)
         num_rows = num_kv_heads * self.workspace_rows + self.num_programs * self.block_m * exact
         self._states_RD = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)

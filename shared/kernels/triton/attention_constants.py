@@ -15,6 +15,8 @@ import triton
 from shared.kernels.triton.attention_work import MERGE_ROWS, SPLIT
 
 MERGE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+WARPS_A_PROCESSOR = 8
+"""As many of `attention_kernel` run at once on a multiprocessor (`make test-cubins`)."""
 FEW_ROWS = 16
 """The fewest rows of a matrix instruction: one decoded token of up to 16 query heads a KV head."""
 

@@ -59,6 +59,10 @@ def attention_configuration(
         options=lambda arch: attention_constants.attention_options(arch, constants, dtype),
         has_products=element != "fp32",
         min_wide_loads=2 * tile_nbytes // 16 // num_threads,
+        min_programs=lambda arch: (
+            attention_constants.WARPS_A_PROCESSOR
+            // attention_constants.attention_options(arch, constants, dtype)["num_warps"]
+        ),
         min_tiles_ahead=lambda arch: (
             attention_constants.attention_options(arch, constants, dtype)["num_stages"] - 2
         ),
@@ -160,6 +164,7 @@ def linear_configuration(
             num_warps=tile.num_warps, num_stages=tile.num_stages * 2 // dtype.itemsize, enable_fp_fusion=False
         ),
         has_products=element != "fp32",
+        min_programs=lambda arch: tile.num_programs if arch in (90, 100) else 1,
     )
 
 

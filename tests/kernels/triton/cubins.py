@@ -26,7 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SHARED_NBYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""The most shared memory of one program, by architecture (CUDA programming guide, compute capabilities)."""
+"""The most shared memory of one program, by architecture (CUDA programming guide, compute capabilities).
+
+A multiprocessor has 1 KiB more, and each program takes 1 KiB beside its own.
+"""
+NUM_REGISTERS = 1 << 16
+"""Of a multiprocessor, for each of these architectures."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DOT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
 """Products in TTGIR."""
@@ -52,6 +57,8 @@ class Configuration:
     """Loads of 16 bytes that the code must have, for what is read most."""
     min_tiles_ahead: Callable[[int], int] = lambda arch: 0
     """Turns of its loops for which keys and values are still on their way when one begins, for an architecture."""
+    min_programs: Callable[[int], int] = lambda arch: 1
+    """Programs that a launcher expects to run beside each other on one multiprocessor, for an architecture."""
     max_stack_nbytes: int = 0
     """More than 0 where a function of CUDA's library has memory of its own."""
     archs: Sequence[int] = tuple(SHARED_NBYTES)
@@ -78,6 +85,15 @@ class Cubin:
     tiles_ahead: int
     """The fewest of any loop that computes while its next turns are loaded. A turn waits for keys and values."""
 
+    def programs(self, num_warps: int, arch: int) -> int:
+        """How many run beside each other on one multiprocessor, as registers and shared memory allow.
+
+        A warp's registers are taken 256 at a time.
+        """
+        num_registers = -(-self.registers // 8) * 8 * 32 * num_warps
+        shared_nbytes = SHARED_NBYTES[arch] + (1 << 10)
+        return min(NUM_REGISTERS // num_registers, shared_nbytes // (self.shared_nbytes + (1 << 10)))
+
     def faults(self, configuration: Configuration, arch: int) -> list[str]:
         """Each gate that the kernel does not pass, in words."""
         found = []
@@ -91,6 +107,9 @@ class Cubin:
             found.append("no tensor core instructions")
         if self.tiles_ahead < (ahead := configuration.min_tiles_ahead(arch)):
             found.append(f"loads are {self.tiles_ahead} turns ahead, not {ahead}")
+        num_programs = self.programs(int(str(configuration.options(arch)["num_warps"])), arch)
+        if num_programs < (least := configuration.min_programs(arch)):
+            found.append(f"{num_programs} programs fit a multiprocessor, not {least}")
         return found
 
 

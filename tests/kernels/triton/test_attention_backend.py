@@ -16,6 +16,7 @@ import torch
 from shared.engine.attention import AttentionBackend, TorchAttention
 from shared.engine.cuda.cuda_graphs import Graphs
 from shared.engine.cuda.triton_attention import TritonAttention
+from shared.engine.cuda.triton_kernels import triton_kernels
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import BlockShape, ForwardLimits
 from shared.engine.progress import Progress
@@ -23,6 +24,7 @@ from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
 from shared.kernels.triton import attention_work
 from shared.kernels.triton.attention import PagedAttention
+from shared.kernels.triton.linear import FLOAT32, ExactLinear
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
@@ -108,6 +110,20 @@ def whole(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and KV of one extend."""
     engine = Engine(folder)
     return engine.forward({0: (0, IDS)}, {}), engine.kv(0, LENGTH)
+
+
+def test_numerics_say_that_streams_continue_inexactly_but_with_exact(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_model_config(folder)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(ExactLinear, "of", lambda device, dtype: ExactLinear(4, (FLOAT32,)))
+    pool = kv_pool(config, 2, PAGE_SIZE, torch.float32)
+    kernels = [triton_kernels(config, torch.float32, CPU, exact=exact)(pool) for exact in (False, True)]
+    assert [made.is_exact for made in kernels] == [False, True]
+    inexact, exact = (made.numerics for made in kernels)
+    assert exact.endswith("/a GPU/exact")
+    assert inexact == f"{exact.removesuffix('/exact')}/inexact/cublas-{torch.__version__}"
 
 
 def test_beside_torchs_attention(folder: Path, whole: tuple[torch.Tensor, torch.Tensor]) -> None:

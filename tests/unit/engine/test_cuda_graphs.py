@@ -201,7 +201,9 @@ def test_the_loop_of_a_node_serves_the_same_tokens(folder: Path, overlap: bool) 
     graphed = Engine(folder, SHAPES)
     assert served(graphed, overlap=overlap) == expected
     assert graphed.num_replays > 20
-    assert {graph.num_replays > 0 for graph in graphed.graph_pool.graphs[-4:]} == {True}, "several buckets"
+    steps = [graph.num_replays > 0 for graph in graphed.graph_pool.graphs[-8:]]
+    assert all(map(any, zip(steps[::2], steps[1::2], strict=True))), "several buckets"
+    assert any(steps[::2]) and any(steps[1::2]), "with work that may be cut, and with such that is not"
 
 
 @pytest.mark.parametrize("shape", [(512, 1), (512, 8), (7, 3), (1, 1)], ids=str)
@@ -245,7 +247,7 @@ class TestShapes:
         self, needed: tuple[int, int], expected: tuple[int, int]
     ) -> None:
         graphs = Graphs(FakeGraphPool(), graph_shapes(256, 1024))
-        graphs.capture(lambda shape: lambda: None)
+        graphs.capture(lambda shape, may_cut: lambda: None)
         assert graphs.shape_for(BlockShape(*needed)) == BlockShape(*expected)
         assert graphs.shape_for(BlockShape(257, 65)) is None
 
@@ -269,30 +271,33 @@ class TestShapes:
     ) -> None:
         graphs = Graphs(FakeGraphPool(), SHAPES)
         assert graphs.shape_for(BlockShape(*needed)) is None, "none is captured"
-        graphs.capture(lambda shape: lambda: None)
+        graphs.capture(lambda shape, may_cut: lambda: None)
         assert graphs.shape_for(BlockShape(*needed)) == BlockShape(*expected)
 
     @pytest.mark.parametrize("needed", [(33, 1), (20, 9), (9, 9)], ids=str)
     def test_none_that_is_too_small(self, needed: tuple[int, int]) -> None:
         graphs = Graphs(FakeGraphPool(), SHAPES)
-        graphs.capture(lambda shape: lambda: None)
+        graphs.capture(lambda shape, may_cut: lambda: None)
         assert graphs.shape_for(BlockShape(*needed)) is None
 
-    def test_the_largest_is_captured_first(self) -> None:
-        captured: list[BlockShape] = []
+    def test_the_largest_is_captured_first_and_steps_also_for_work_that_is_not_cut(self) -> None:
+        captured: list[tuple[BlockShape, bool]] = []
 
-        def forward_of(shape: BlockShape) -> Callable[[], None]:
-            captured.append(shape)
+        def forward_of(shape: BlockShape, may_cut: bool) -> Callable[[], None]:
+            captured.append((shape, may_cut))
             return lambda: None
 
         Graphs(FakeGraphPool(), SHAPES).capture(forward_of)
-        assert captured == sorted(SHAPES, reverse=True)
+        assert captured == sorted(captured, reverse=True)
+        assert {shape for shape, may_cut in captured if may_cut} == set(SHAPES)
+        steps = {shape for shape in SHAPES if shape.num_tokens == shape.num_sequences}
+        assert {shape for shape, may_cut in captured if not may_cut} == steps
 
     def test_two_captures_tell_what_all_will_take(self) -> None:
         pool = FakeGraphPool(nbytes_of=[100, 7])
-        assert Graphs(pool, SHAPES).measure(lambda shape: lambda: None) == 100 + 5 * 7
+        assert Graphs(pool, SHAPES).measure(lambda shape, may_cut: lambda: None) == 100 + 9 * 7
         pool = FakeGraphPool(nbytes_of=[100])
-        assert Graphs(pool, SHAPES[:1]).measure(lambda shape: lambda: None) == 100
+        assert Graphs(pool, SHAPES[-1:]).measure(lambda shape, may_cut: lambda: None) == 100
 
 
 GPU = torch.device("cuda", 0)
