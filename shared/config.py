@@ -104,9 +104,9 @@ class CacheOptions:
     page_size: int = flag(16, "tokens in a KV page", whole(1, 1024), "TOKENS")
     kv_cache_dtype: str = flag(
         "auto",
-        "type of KV pages: int8 keeps codes with a scale for each token and head, half the memory and half the bytes "
-        "of a transfer; auto: the type of the engine (--dtype)",
-        choices=("auto", "int8"),
+        "type of KV pages: int8, or fp8 (e4m3, on GPUs that have it), keeps codes with a scale for each token and "
+        "head, half the memory and half the bytes of a transfer; auto: the type of the engine (--dtype)",
+        choices=("auto", "int8", "fp8"),
     )
     max_total_tokens: int | None = flag(
         None, "size of the KV pool; None: from free memory", whole(1), "TOKENS"

@@ -48,11 +48,17 @@ class EngineShape:
         """The sizes that follow from a node's options. Raises ConfigError."""
         device = resolve_device(config.model.device)
         by_triton = device.type == "cuda" and config.model.attention_backend != "torch"
-        model = resolve_quantization(config.model, model, keeps_float=by_triton and has_fp8(device))
-        multiple = 16 if by_triton else 4
-        if config.cache.kv_cache_dtype == "int8" and model.head_dim % multiple:
+        keeps_float = by_triton and has_fp8(device)
+        model = resolve_quantization(config.model, model, keeps_float=keeps_float)
+        multiple, kv_cache_dtype = 16 if by_triton else 4, config.cache.kv_cache_dtype
+        if kv_cache_dtype == "fp8" and not keeps_float:
             raise ConfigError(
-                f"--kv-cache-dtype int8: heads of {model.head_dim} elements are no multiple of {multiple}"
+                "--kv-cache-dtype fp8 needs Triton on a GPU of compute capability 8.9 or newer; "
+                "int8 takes as few bytes and needs neither"
+            )
+        if kv_cache_dtype != "auto" and model.head_dim % multiple:
+            raise ConfigError(
+                f"--kv-cache-dtype {kv_cache_dtype}: heads of {model.head_dim} elements are no multiple of {multiple}"
             )
         context_length = resolve_context_length(config.model, model)
         return cls(
@@ -82,7 +88,8 @@ class EngineShape:
     @property
     def kv_dtype(self) -> torch.dtype:
         """Of KV pages."""
-        return torch.int8 if self.cache.kv_cache_dtype == "int8" else self.dtype
+        of_codes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+        return of_codes.get(self.cache.kv_cache_dtype, self.dtype)
 
     @property
     def num_rows(self) -> int:

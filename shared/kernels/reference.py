@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from shared.kernels.row_codes import quantize_rows, split_codes
+from shared.kernels.row_codes import LARGEST, quantize_rows, split_codes
 
 
 def write_kv(
@@ -30,9 +30,10 @@ def write_kv(
     Pages and offsets are SGLang's out_cache_loc.
     """
     for pages_NKSD, x_TKD in ((k_pages_NKSD, k_TKD), (v_pages_NKSD, v_TKD)):
-        if pages_NKSD.dtype == torch.int8:
+        if pages_NKSD.dtype in LARGEST:
             codes_NKSD, scales_NKS = split_codes(pages_NKSD)
-            codes_NKSD[pages_T, :, offsets_T], scales_NKS[pages_T, :, offsets_T] = quantize_rows(x_TKD)
+            codes_TKD, scales_NKS[pages_T, :, offsets_T] = quantize_rows(x_TKD, pages_NKSD.dtype)
+            codes_NKSD.view(torch.int8)[pages_T, :, offsets_T] = codes_TKD.view(torch.int8)
         else:
             pages_NKSD[pages_T, :, offsets_T] = x_TKD
 
@@ -137,7 +138,7 @@ def _with_sinks(
 
 def _values(pages_KSD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Of pages [..., K, S, D] themselves, or of their codes, in `dtype`."""
-    if pages_KSD.dtype != torch.int8:
+    if pages_KSD.dtype not in LARGEST:
         return pages_KSD
     codes_KSD, scales_KS = split_codes(pages_KSD)
-    return (codes_KSD * scales_KS[..., None]).to(dtype)
+    return (codes_KSD.float() * scales_KS[..., None]).to(dtype)

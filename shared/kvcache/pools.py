@@ -58,8 +58,8 @@ class TokenToKVPool:
     contiguous, and so is a range of heads within a page. Page 0 is never handed out, and padding is written there.
     `PageAllocator` decides which page may be written when. `mover` copies pages.
 
-    Of the dtype int8 a head of a page holds codes [page_size, head_dim], then their scales [page_size], float32: its
-    shape is [page_size, head_dim + 4] (`shared.kernels.row_codes`).
+    Of a dtype of 8 bits a head of a page holds codes [page_size, head_dim], then their scales [page_size], float32:
+    its shape is [page_size, head_dim + 4] (`shared.kernels.row_codes`).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TokenToKVPool:
         self.num_layers = num_layers
         self.device = device
         self.dtype = dtype
-        row_size = head_dim + SCALE_NBYTES if dtype == torch.int8 else head_dim
+        row_size = head_dim + SCALE_NBYTES if dtype.itemsize == 1 else head_dim
         shape = (num_layers, 2, num_pages, num_kv_heads, page_size, row_size)
         if device.type == "cpu":
             memory = new_host_buffer(math.prod(shape) * dtype.itemsize)

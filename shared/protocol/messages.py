@@ -110,12 +110,15 @@ class NodeRef(Record, frozen=True):
 
 
 SCALE_NBYTES = 4
-"""Of the float32 scale of a row of codes in pages of int8."""
+"""Of the float32 scale of a row of codes of 8 bits."""
+_CODES = ("int8", "float8_e4m3fn")
 
 
 def kv_row_nbytes(head_dim: int, dtype: str) -> int:
     """Bytes of the K or the V of a token and a head, in pages of `dtype`."""
-    return head_dim * {"float32": 4, "int8": 1}.get(dtype, 2) + (SCALE_NBYTES if dtype == "int8" else 0)
+    if dtype in _CODES:
+        return head_dim + SCALE_NBYTES
+    return head_dim * (4 if dtype == "float32" else 2)
 
 
 class KVLayout(Record, frozen=True):

@@ -13,6 +13,7 @@ from shared.engine.cuda.triton_attention import TritonAttention
 from shared.engine.cuda.triton_ops import Product, TritonOps, TritonTokens
 from shared.engine.torch_backend import Kernels
 from shared.errors import ConfigError
+from shared.kernels.row_codes import LARGEST
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
@@ -62,7 +63,7 @@ def make_triton_kernels(
         dtype=dtype,
         device=pool.device,
         exact=is_exact,
-        has_codes=pool.dtype == torch.int8,
+        has_codes=pool.dtype in LARGEST,
     )
     return Kernels(
         name="triton",

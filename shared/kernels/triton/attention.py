@@ -112,8 +112,8 @@ def _attend(
 ):  # fmt: skip
     """The state of the rows over the keys from `first_key` to before `until_key`. Keys from `end_key` on may be NaN.
 
-    Codes of 8 bits become numbers of q's type, which has them exactly. The scales of K multiply scores, and those of
-    V weights. They lie behind the codes of a head's page.
+    Codes of 8 bits, whose bytes are loaded, become numbers of q's type, which has them exactly. The scales of K
+    multiply scores, and those of V weights. They lie behind the codes of a head's page.
 
     The pages of TILE keys are looked up while the ones before are computed. A load whose address waits for another
     load of the same turn would not be started ahead.
@@ -127,6 +127,9 @@ def _attend(
     acc = tl.zeros((q.shape[0], BLOCK_D), dtype=tl.float32)
     total = tl.zeros((q.shape[0],), dtype=tl.float32)
     reference = tl.full((q.shape[0],), float("-inf"), dtype=tl.float32)
+    codes_k_ptr, codes_v_ptr = k_ptr, v_ptr
+    if HAS_CODES:
+        codes_k_ptr, codes_v_ptr = k_ptr.to(tl.pointer_type(tl.int8)), v_ptr.to(tl.pointer_type(tl.int8))
     key = first_key + tile
     page = tl.load(words_ptr + pages_at + tl.minimum(key, end_key - 1) // PAGE_SIZE)
     for first in range(first_key, until_key, TILE):
@@ -135,9 +138,10 @@ def _attend(
         is_key = key < end_key
         head = page.to(tl.int64) * NUM_KV_HEADS + kv_head
         at = (head * HEAD_ELEMENTS + key % PAGE_SIZE * HEAD_DIM)[:, None] + d[None, :]
-        k = tl.load(k_ptr + at, mask=in_head, other=0)
-        v = tl.load(v_ptr + at, mask=is_key[:, None] & in_head, other=0)
+        k = tl.load(codes_k_ptr + at, mask=in_head, other=0)
+        v = tl.load(codes_v_ptr + at, mask=is_key[:, None] & in_head, other=0)
         if HAS_CODES:
+            k, v = k.to(k_ptr.dtype.element_ty, bitcast=True), v.to(v_ptr.dtype.element_ty, bitcast=True)
             scale_at = head * (HEAD_ELEMENTS // 4) + PAGE_SIZE * HEAD_DIM // 4 + key % PAGE_SIZE
             k_scale = tl.load(k_ptr.to(tl.pointer_type(tl.float32)) + scale_at)
             v_scale = tl.load(v_ptr.to(tl.pointer_type(tl.float32)) + scale_at, mask=is_key, other=0.0)
@@ -320,7 +324,7 @@ class PagedAttention:
     ) -> None:
         """Raise ConfigError for a head size that cannot be loaded 16 bytes at a time.
 
-        `dtype` is that of q. Pages are of the same, or, if `has_codes`, of int8 (`shared.kernels.row_codes`).
+        `dtype` is that of q. Pages are of the same, or, if `has_codes`, of codes (`shared.kernels.row_codes`).
 
         Takes memory for at most `workspace_nbytes` of states, and if `exact` BLOCK_M more for each program.
 

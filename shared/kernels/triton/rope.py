@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.kernels.row_codes import LEAST
+from shared.kernels.row_codes import LARGEST, LEAST
 
 HEADS = 8
 """Heads that a program rotates."""
@@ -31,6 +31,23 @@ def rotary_kernel(positions, waves, cos, sin, R: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
+def _code_bytes(x, inverse, IS_FLOAT: tl.constexpr):
+    """The codes nearest to x * inverse, as bytes. Ties go to even, and NaN has the code 0.
+
+    A number of e4m3 is a multiple of a step, which is 2^-3 of the power of two below it, and 2^-9 at least.
+    """
+    x *= inverse
+    rounder = 12582912.0  # 1.5 * 2 ** 23: the sum has no bits behind the point, and ties go to even
+    if IS_FLOAT:
+        step = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6) - 3
+        inverse_step = ((254 - step) << 23).to(tl.float32, bitcast=True)
+        x = ((x * inverse_step + rounder) - rounder) * (step << 23).to(tl.float32, bitcast=True)
+        return tl.where(x == x, x, 0.0).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    x = (x + rounder) - rounder
+    return tl.where(x == x, x, 0.0).to(tl.int8)
+
+
+@triton.jit
 def _store_codes(
     pages, head_at, offset, i, first, second, is_row, R: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr
 ):
@@ -41,16 +58,15 @@ def _store_codes(
         tl.max(tl.abs(second).to(tl.int32, bitcast=True), axis=1),
     )
     most = most_bits.to(tl.float32, bitcast=True)[:, None]
-    inverse = tl.where(most < LEAST, 0.0, tl.div_rn(127.0, tl.where(most < LEAST, 1.0, most)))
-    rounder = 12582912.0  # 1.5 * 2 ** 23: the sum has no bits behind the point, and ties go to even
-    first = (first * inverse + rounder) - rounder
-    second = (second * inverse + rounder) - rounder
-    codes = pages + head_at + offset * (2 * R) + i
+    IS_FLOAT: tl.constexpr = pages.dtype.element_ty == tl.float8e4nv
+    LARGEST: tl.constexpr = 448.0 if IS_FLOAT else 127.0
+    inverse = tl.where(most < LEAST, 0.0, tl.div_rn(LARGEST, tl.where(most < LEAST, 1.0, most)))
+    codes = pages.to(tl.pointer_type(tl.int8)) + head_at + offset * (2 * R) + i
     is_part = is_row & (i < R)
-    tl.store(codes, tl.where(first == first, first, 0.0).to(tl.int8), mask=is_part)
-    tl.store(codes + R, tl.where(second == second, second, 0.0).to(tl.int8), mask=is_part)
+    tl.store(codes, _code_bytes(first, inverse, IS_FLOAT), mask=is_part)
+    tl.store(codes + R, _code_bytes(second, inverse, IS_FLOAT), mask=is_part)
     scales = pages.to(tl.pointer_type(tl.float32)) + (head_at + S * 2 * R) // 4 + offset
-    tl.store(scales, tl.div_rn(most, 127.0), mask=is_row)
+    tl.store(scales, tl.div_rn(most, LARGEST), mask=is_row)
 
 
 @triton.jit
@@ -164,8 +180,8 @@ def norm_rope_write(
 ) -> torch.Tensor:
     """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D].
 
-    All tensors are contiguous, and all but pages and offsets are of one type. Pages of int8, [N, K, S, D + 4], get
-    codes and scales (`shared.kernels.row_codes`).
+    All tensors are contiguous, and all but pages and offsets are of one type. Pages of a type of codes,
+    [N, K, S, D + 4], get codes and scales (`shared.kernels.row_codes`).
     """
     num_tokens, num_all_heads, head_dim = qkv_TND.shape
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -188,7 +204,7 @@ def norm_rope_write(
         HEADS=HEADS,
         HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=qk_norm_ND is not None,
-        HAS_CODES=k_pages_NKSD.dtype == torch.int8,
+        HAS_CODES=k_pages_NKSD.dtype in LARGEST,
         LEAST=LEAST,
         num_warps=num_warps(head_dim),
         enable_fp_fusion=False,

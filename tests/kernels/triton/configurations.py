@@ -22,6 +22,13 @@ from shared.kernels.triton import (
 from tests.kernels.triton.cubins import SHARED_NBYTES, Configuration, pointers, same_everywhere
 
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CODES = {"int8": "i8", "fp8": "fp8e4nv"}
+"""Triton's names for the types of KV codes."""
+
+
+def archs_with(codes: str) -> list[int]:
+    """Those that have this type of codes: FP8 comes with 8.9."""
+    return [arch for arch in SHARED_NBYTES if arch > 80 or codes != "fp8"]
 
 
 def attention_configuration(
@@ -32,22 +39,22 @@ def attention_configuration(
     page_size: int = 16,
     *,
     exact: bool = False,
-    has_codes: bool = False,
+    codes: str = "",
 ) -> Configuration:
     """`attention_kernel` for one shape of heads, over pages of q's type or of codes."""
     dtype = ELEMENTS[element]
     constants = attention_constants.attention_constants(
-        num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact, has_codes=has_codes
+        num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact, has_codes=bool(codes)
     )
     num_threads = 32 * attention_constants.attention_options(100, constants, dtype)["num_warps"]
-    tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * (1 if has_codes else dtype.itemsize)
-    kind = f"{element}{'-int8' * has_codes}{'-exact' * exact}"
+    tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * (1 if codes else dtype.itemsize)
+    kind = f"{element}{f'-{codes}' if codes else ''}{'-exact' * exact}"
     return Configuration(
         name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{kind}",
         kernel=attention.attention_kernel,
         types={
             **pointers(element, "q_ptr", "out_ptr"),
-            **pointers("i8" if has_codes else element, "k_ptr", "v_ptr"),
+            **pointers(CODES.get(codes, element), "k_ptr", "v_ptr"),
             **pointers("fp32", "workspace_ptr", "totals_ptr"),
             **pointers("i32", "words_ptr"),
             "q_stride": "i32",
@@ -57,6 +64,7 @@ def attention_configuration(
         constants=constants,
         divisible=("q_stride",),
         options=lambda arch: attention_constants.attention_options(arch, constants, dtype),
+        archs=archs_with(codes),
         has_products=element != "fp32",
         min_wide_loads=2 * tile_nbytes // 16 // num_threads,
         min_programs=lambda arch: (
@@ -119,16 +127,17 @@ def norm_configuration(size: int, has_residual: bool) -> Configuration:
 
 
 def rope_configuration(
-    num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool, has_codes: bool = False
+    num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool, codes: str = ""
 ) -> Configuration:
     """`norm_rope_write_kernel`."""
     half = 1 << (head_dim // 2 - 1).bit_length()
     return Configuration(
-        name=f"norm-rope-write-H{num_heads}-K{num_kv_heads}-D{head_dim}{'-norm' * has_norm}{'-int8' * has_codes}",
+        name=f"norm-rope-write-H{num_heads}-K{num_kv_heads}-D{head_dim}{'-norm' * has_norm}"
+        f"{f'-{codes}' if codes else ''}",
         kernel=rope.norm_rope_write_kernel,
         types={
             **pointers("bf16", "qkv", "cos", "sin", "q", *["weight"] * has_norm),
-            **pointers("i8" if has_codes else "bf16", "k_pages", "v_pages"),
+            **pointers(CODES.get(codes, "bf16"), "k_pages", "v_pages"),
             **pointers("i64", "pages", "offsets"),
             "eps": "fp32",
         },
@@ -140,9 +149,10 @@ def rope_configuration(
             "HEADS": rope.HEADS,
             "HALF": half,
         }
-        | {"HAS_NORM": has_norm, "HAS_CODES": has_codes, "LEAST": LEAST}
+        | {"HAS_NORM": has_norm, "HAS_CODES": bool(codes), "LEAST": LEAST}
         | ({} if has_norm else {"weight": None}),
         options=same_everywhere(num_warps=rope.num_warps(head_dim), enable_fp_fusion=False),
+        archs=archs_with(codes),
     )
 
 
@@ -197,7 +207,7 @@ def quantized_linear_configuration(
         | {"GROUP_K": group_size, "BITS": bits, "HAS_ZEROS": not is_symmetric, "HAS_BIAS": False}
         | ({"IS_FLOAT": is_float} if is_weight_only else {})
         | dict.fromkeys(left_out),
-        archs=[arch for arch in SHARED_NBYTES if arch > 80 or not is_float],
+        archs=archs_with("fp8" if is_float else ""),
         options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
         has_products=True,
         min_wide_loads=int(group_size > 32),
@@ -366,10 +376,14 @@ CONFIGURATIONS = [
     attention_configuration(16, 8, 128, page_size=1, exact=True),
     attention_configuration(16, 2, 256, exact=True),
     attention_configuration(16, 8, 128, "fp32", exact=True),
-    attention_configuration(32, 8, 128, has_codes=True),
-    attention_configuration(32, 8, 128, exact=True, has_codes=True),
-    attention_configuration(9, 3, 64, has_codes=True),
-    attention_configuration(16, 2, 256, has_codes=True),
+    attention_configuration(32, 8, 128, codes="int8"),
+    attention_configuration(32, 8, 128, exact=True, codes="int8"),
+    attention_configuration(9, 3, 64, codes="int8"),
+    attention_configuration(16, 2, 256, codes="int8"),
+    attention_configuration(32, 8, 128, codes="fp8"),
+    attention_configuration(32, 8, 128, exact=True, codes="fp8"),
+    attention_configuration(9, 3, 64, codes="fp8"),
+    attention_configuration(16, 2, 256, codes="fp8"),
     merge_configuration(32, 8, 128),
     merge_configuration(9, 3, 64),
     merge_configuration(32, 32, 96),
@@ -381,9 +395,11 @@ CONFIGURATIONS = [
     rope_configuration(32, 8, 128, has_norm=True),
     rope_configuration(32, 32, 96, has_norm=False),
     rope_configuration(16, 2, 256, has_norm=True),
-    rope_configuration(32, 8, 128, has_norm=False, has_codes=True),
-    rope_configuration(32, 8, 128, has_norm=True, has_codes=True),
-    rope_configuration(16, 2, 256, has_norm=True, has_codes=True),
+    rope_configuration(32, 8, 128, has_norm=False, codes="int8"),
+    rope_configuration(32, 8, 128, has_norm=True, codes="int8"),
+    rope_configuration(16, 2, 256, has_norm=True, codes="int8"),
+    rope_configuration(32, 8, 128, has_norm=False, codes="fp8"),
+    rope_configuration(16, 2, 256, has_norm=True, codes="fp8"),
     *(linear_configuration(tile) for tile in linear.TILES),
     *(linear_configuration(tile, has_bias=True) for tile in linear.TILES),
     *(linear_configuration(tile, "fp16") for tile in linear.TILES),

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from shared.engine.cuda.triton_attention import TritonAttention
 from shared.errors import ConfigError
 from shared.kernels.reference import extend_attention
-from shared.kernels.row_codes import quantize_rows, split_codes
+from shared.kernels.row_codes import LARGEST, quantize_rows, split_codes
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.attention_work import SPLIT
 from tests.backend_rig import batch_over, block_words
@@ -38,10 +38,10 @@ class Heads:
     D: int
     S: int = 16
     dtype: torch.dtype = torch.float32
-    has_codes: bool = False
+    codes: torch.dtype | None = None
 
     def __str__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.") + "-int8" * self.has_codes
+        kind = f"{self.dtype}{'' if self.codes is None else f'-{self.codes}'}".replace("torch.", "")
         return f"H{self.H}-K{self.K}-D{self.D}-page{self.S}-{kind}"
 
     def kernels(
@@ -55,7 +55,7 @@ class Heads:
             dtype=self.dtype,
             device=DEVICE,
             exact=exact,
-            has_codes=self.has_codes,
+            has_codes=self.codes is not None,
             workspace_nbytes=workspace_nbytes,
             num_programs=num_programs,
         )
@@ -69,11 +69,13 @@ class PagedKV:
         num_pages = [-(-length // heads.S) for length in lengths]
         shuffled = 1 + torch.randperm(sum(num_pages) + 2, generator=generator)
         self.table_BP = np.zeros((len(lengths), max(num_pages) + 1), dtype=np.int32)
-        shape = (len(shuffled) + 1, heads.K, heads.S, heads.D + 4 * heads.has_codes)
+        shape = (len(shuffled) + 1, heads.K, heads.S, heads.D + 4 * (heads.codes is not None))
         self.page_size = heads.S
         self.pages = [torch.full(shape, torch.nan, dtype=heads.dtype) for _ in range(2)]
-        if heads.has_codes:
-            self.pages = [torch.full(shape, -1, dtype=torch.int8) for _ in range(2)]  # the scales are NaN
+        if heads.codes is not None:
+            self.pages = [
+                torch.full(shape, -1, dtype=torch.int8).view(heads.codes) for _ in range(2)
+            ]  # the scales are NaN, and so are codes of FP8
         for b, count in enumerate(num_pages):
             self.table_BP[b, :count] = shuffled[sum(num_pages[:b]) :][:count]
         for b, length in enumerate(lengths):
@@ -81,9 +83,10 @@ class PagedKV:
             at = torch.from_numpy(page_T).long(), slice(None), torch.from_numpy(offset_T)
             for pages in self.pages:
                 values = torch.randn(length, heads.K, heads.D, generator=generator).to(heads.dtype)
-                if heads.has_codes:
+                if heads.codes is not None:
                     codes, scales = split_codes(pages)
-                    codes[at], scales[at] = quantize_rows(values)
+                    codes_of, scales[at] = quantize_rows(values, heads.codes)
+                    codes.view(torch.int8)[at] = codes_of.view(torch.int8)
                 else:
                     pages[at] = values
 
@@ -119,9 +122,11 @@ HEADS = [
     Heads(4, 4, 16, S=3),
     Heads(6, 2, 64, dtype=torch.float16),
     Heads(4, 2, 128, dtype=torch.float16),
-    Heads(5, 1, 128, has_codes=True),
-    Heads(4, 2, 96, S=3, has_codes=True),
-    Heads(4, 2, 64, dtype=torch.float16, has_codes=True),
+    Heads(5, 1, 128, codes=torch.int8),
+    Heads(4, 2, 96, S=3, codes=torch.int8),
+    Heads(4, 2, 64, dtype=torch.float16, codes=torch.int8),
+    Heads(5, 1, 128, codes=torch.float8_e4m3fn),
+    Heads(4, 2, 96, S=3, dtype=torch.float16, codes=torch.float8_e4m3fn),
 ]
 if DEVICE.type == "cuda":
     HEADS += [replace(heads, dtype=torch.bfloat16) for heads in HEADS if heads.D % 8 == 0]
@@ -141,9 +146,10 @@ def test_against_the_slow_twin(batch: str, heads: Heads, exact: bool) -> None:
     torch.testing.assert_close(out, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
 
 
-def test_small_codes_of_v_beside_float16() -> None:
+@pytest.mark.parametrize("codes", LARGEST, ids=str)
+def test_small_codes_of_v_beside_float16(codes: torch.dtype) -> None:
     """A weight times a scale of V is not rounded to the few bits of a subnormal."""
-    heads = Heads(4, 2, 64, dtype=torch.float16, has_codes=True)
+    heads = Heads(4, 2, 64, dtype=torch.float16, codes=codes)
     kv, q_THD = PagedKV(heads, [200], seed=1), torch.randn(1, heads.H, heads.D).half()
     split_codes(kv.pages[1])[1].mul_(1e-4)
     out = kv.attention(heads.kernels(), q_THD, [199], [1])
@@ -205,11 +211,11 @@ class WholeSequence:
     out_THD: torch.Tensor
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["numbers", "codes"])
+@pytest.fixture(scope="module", params=[None, *LARGEST], ids=str)
 def whole(request: pytest.FixtureRequest) -> WholeSequence:
-    heads = replace(EXACT, has_codes=request.param)
+    heads = replace(EXACT, codes=request.param)
     kv = PagedKV(heads, [LENGTH], seed=3)
-    if not heads.has_codes:
+    if heads.codes is None:
         # Zeros of both signs, numbers whose products underflow, and weights that underflow.
         kv.pages[1][..., :3] = torch.tensor([-0.0, -1e-38, 1e-38], dtype=EXACT.dtype)
     q_THD = torch.randn(LENGTH, EXACT.H, EXACT.D, generator=torch.Generator().manual_seed(4))
@@ -251,7 +257,7 @@ def test_every_cut_gives_the_same_bits(
         for pages, known in zip(kv.pages, whole.kv.pages, strict=True):
             pages[kv.table_BP[b, :-1]] = known[whole.kv.table_BP[0, :-1]]
             last = kv.table_BP[b, (end - 1) // EXACT.S]
-            values = split_codes(pages)[1] if whole.heads.has_codes else pages
+            values = pages if whole.heads.codes is None else split_codes(pages)[1]
             values[last, :, (end - 1) % EXACT.S + 1 :] = torch.nan
             values[kv.table_BP[b, (end - 1) // EXACT.S + 1 : -1]] = torch.nan
     kernels = whole.heads.kernels(num_programs, workspace_rows * EXACT.K * (EXACT.D + 2) * 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared.kernels.reference import write_kv
-from shared.kernels.row_codes import quantize_rows, split_codes
+from shared.kernels.row_codes import LARGEST, quantize_rows, split_codes
 from shared.kernels.triton.norm import add_norm
 from shared.kernels.triton.rope import norm_rope_write, rotary
 from shared.kernels.triton.silu_mul import silu_mul
@@ -122,26 +122,31 @@ def test_norm_rope_write(shape: Shape, has_norm: bool, dtype: torch.dtype) -> No
 
 
 @dtypes
-def test_norm_rope_write_makes_codes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", LARGEST, ids=str)
+def test_norm_rope_write_makes_codes(dtype: torch.dtype, kind: torch.dtype) -> None:
     """Of what it writes to pages of that type, as `quantize_rows` does."""
     H, K, D, S = 3, 2, 48, 4
     pages_T, offsets_T = torch.tensor([5, 2, 6, 6]), torch.tensor([0, S - 1, 1, 2])
     qkv = randn(4, H + 2 * K, D, dtype=dtype)
     qkv[1, H + K], qkv[2, H + K, 5] = 0.0, torch.nan
+    qkv[0, H + K] = torch.logspace(
+        -14, 0, D, base=2.0
+    )  # codes of FP8 with fewer bits, and between two of them
     weight, angles = randn(H + K, D, dtype=dtype, seed=1), randn(4, D // 2, dtype=torch.float32, seed=2)
     of_token = weight, EPS, angles.cos().to(dtype), angles.sin().to(dtype), pages_T, offsets_T
     dense = [torch.zeros(7, K, S, D, dtype=dtype) for _ in range(2)]
-    coded = [torch.full((7, K, S, D + 4), 3, dtype=torch.int8) for _ in range(2)]
+    coded = [torch.full((7, K, S, D + 4), 3, dtype=torch.int8).view(kind) for _ in range(2)]
     q = norm_rope_write(qkv, K, *of_token, *dense)
     assert torch.equal(norm_rope_write(qkv, K, *of_token, *coded), q)
     for values, pages in zip(dense, coded, strict=True):
         codes, scales = split_codes(pages)
-        expected_codes, expected_scales = quantize_rows(values[pages_T, :, offsets_T])
+        codes = codes.view(torch.int8)
+        expected_codes, expected_scales = quantize_rows(values[pages_T, :, offsets_T], kind)
         torch.testing.assert_close(
             scales[pages_T, :, offsets_T], expected_scales, rtol=0, atol=0, equal_nan=True
         )
         finite = expected_scales.isfinite()
-        assert torch.equal(codes[pages_T, :, offsets_T][finite], expected_codes[finite])
+        assert torch.equal(codes[pages_T, :, offsets_T][finite], expected_codes.view(torch.int8)[finite])
         is_untouched = torch.ones(7, S, dtype=torch.bool)
         is_untouched[pages_T, offsets_T] = False
         assert (codes.transpose(1, 2)[is_untouched] == 3).all()

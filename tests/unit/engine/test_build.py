@@ -211,6 +211,9 @@ class TestBuildEngine:
         assert page_nbytes == 8 * engine.layout.nbytes_per_token == engine.pool.buffer_LSNHPD.nbytes // 101
         with pytest.raises(ConfigError, match="heads of 18 elements"):
             EngineShape.of(config, replace(engine.model_config, head_dim=18), decodes=True)
+        config = replace(config, cache=replace(config.cache, kv_cache_dtype="fp8"))
+        with pytest.raises(ConfigError, match="fp8 needs Triton on a GPU"):
+            EngineShape.of(config, engine.model_config, decodes=True)
 
     @pytest.mark.parametrize(("decodes", "num_host_pages"), [(True, 5), (False, 0)])
     def test_a_node_that_never_decodes_has_no_host_pages(
