@@ -76,12 +76,6 @@ class ModelConfig:
         """The numbers of inputs of the layers' projections."""
         return frozenset(each.num_inputs for layer in self.layers for each in layer.projections)
 
-    @property
-    def shortest_window(self) -> int | None:
-        """Of all layers. None: every token sees its whole sequence."""
-        windows = (layer.attention.window for layer in self.layers)
-        return min((window for window in windows if window is not None), default=None)
-
     def made_for(self, context_length: int) -> ModelConfig:
         """The same, with the rotary frequencies of a context of so many tokens, and without windows as long as it."""
         return replace(

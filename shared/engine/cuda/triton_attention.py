@@ -31,8 +31,9 @@ class TritonAttentionPlan:
         window: int | None,
     ) -> torch.Tensor:
         """Two launches, or one where nothing is cut."""
-        assert window is None, "torch computes models with windows"
-        return self.kernels(q_THD, k_pages_NKSD, v_pages_NKSD, self.words, may_cut=self.may_cut)
+        return self.kernels(
+            q_THD, k_pages_NKSD, v_pages_NKSD, self.words, window=window, may_cut=self.may_cut
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ others:
   that has all splits of a tile and in the merge of a cut one. No sum of two products is left to the compiler: each is
   an `fma` as written.
 - A sum may be -0 in one way and +0 in another one. The output has +0.
+- With a window, splits and TILE keys are counted from the first key of a sequence too. A tile of rows begins with the
+  ones that have the first key of any of its rows' windows.
 On a GPU this needs matrix instructions in which the result of a row does not depend on its place in the tile.
 
 Splits in parallel and their merge are FlashDecoding's (https://pytorch.org/blog/flash-decoding/), the online softmax
@@ -106,11 +108,13 @@ def _rows(item_ptr, row, GROUP: tl.constexpr, token_stride, HEAD_DIM: tl.constex
 
 @triton.jit
 def _attend(
-    q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, first_key, until_key, end_key, scale,
+    q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, first_key, until_key, low_key, end_key, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr, HAS_CODES: tl.constexpr,
+    TILE: tl.constexpr, HAS_CODES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The state of the rows over the keys from `first_key` to before `until_key`. Keys from `end_key` on may be NaN.
+    """The state of the rows over the keys from `first_key` to before `until_key`.
+
+    No row sees a key before `low_key`, or from `end_key` on. Such keys may be NaN.
 
     Codes of 8 bits, whose bytes are loaded, become numbers of q's type, which has them exactly. The scales of K
     multiply scores, and those of V weights. They lie behind the codes of a head's page.
@@ -130,12 +134,16 @@ def _attend(
     codes_k_ptr, codes_v_ptr = k_ptr, v_ptr
     if HAS_CODES:
         codes_k_ptr, codes_v_ptr = k_ptr.to(tl.pointer_type(tl.int8)), v_ptr.to(tl.pointer_type(tl.int8))
+    if WINDOW:
+        first_key += tl.maximum(low_key - first_key, 0) // TILE * TILE
     key = first_key + tile
     page = tl.load(words_ptr + pages_at + tl.minimum(key, end_key - 1) // PAGE_SIZE)
     for first in range(first_key, until_key, TILE):
         key = first + tile
-        # What lies behind the last key may be NaN, and 0 * NaN is NaN.
+        # What lies behind the last key, or before the window, may be NaN, and 0 * NaN is NaN.
         is_key = key < end_key
+        if WINDOW:
+            is_key = is_key & (key >= low_key)
         head = page.to(tl.int64) * NUM_KV_HEADS + kv_head
         at = (head * HEAD_ELEMENTS + key % PAGE_SIZE * HEAD_DIM)[:, None] + d[None, :]
         k = tl.load(codes_k_ptr + at, mask=in_head, other=0)
@@ -149,7 +157,11 @@ def _attend(
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if HAS_CODES:
             scores *= k_scale[None, :]
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOW:  # keys behind the row's own are at a large unsigned distance
+            is_seen = (position[:, None] - key[None, :]).to(tl.uint32) < WINDOW
+        else:
+            is_seen = key[None, :] <= position[:, None]
+        scores = tl.where(is_seen, scores, float("-inf"))
         joint = tl.maximum(reference, tl.max(scores, 1) * scale)
         exponent = _exponent(joint)
         shrink = tl.exp2(reference - exponent)
@@ -169,7 +181,8 @@ def _item(
     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first, q_stride,
     workspace_rows, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_CODES: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_CODES: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The output of a whole tile of BLOCK_M rows, or the state of a cut one."""
     row = tl.arange(0, BLOCK_M)
@@ -184,11 +197,16 @@ def _item(
     tile_q_ptr = q_ptr + first_token * q_stride + kv_head * (GROUP * HEAD_DIM)
     q = tl.load(tile_q_ptr + row_at[:, None] + d[None, :], mask=is_row[:, None] & in_head, other=0.0)
     step = SPLIT if SPLIT else end_key - first_key
+    low_key = 0
+    if WINDOW:
+        low_key = tl.maximum(tl.load(item_ptr + 2) + tl.load(item_ptr + 3) // GROUP - (WINDOW - 1), 0)
+        # A cut tile's item is one split, whose state is stored although it may be empty.
+        first_key += tl.minimum(tl.maximum(low_key - first_key, 0), end_key - 1 - first_key) // step * step
     for split in range(first_key, end_key, step):
         until_key = tl.minimum(split + step, end_key)
         acc, total, reference = _attend(
-            q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, split, until_key, end_key, scale,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, HAS_CODES,
+            q, position, k_ptr, v_ptr, words_ptr, pages_at, kv_head, split, until_key, low_key, end_key, scale,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, HAS_CODES, WINDOW,
         )  # fmt: skip
         # Rows are loaded and computed again. Kept during the loop they would take the registers that acc needs.
         # The minimum is 0, which the compiler does not know.
@@ -238,13 +256,14 @@ def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, q_stride, workspace_rows, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FEW_M: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_CODES: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_CODES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Items pid, pid + grid, ..: outputs of whole tiles, states of cut ones.
 
     `scale` turns a score into an exponent of 2. `q_stride` is from one token to the next. An item of at most FEW_M
     rows is a tile of as many, if FEW_M is not 0. With a SPLIT of 0 an item is one split. Else each program has
-    BLOCK_M rows of its own at the workspace's end, for the state of the splits before the present one.
+    BLOCK_M rows of its own at the workspace's end, for the state of the splits before the present one. A token sees
+    the last WINDOW keys, itself among them, or all if that is 0.
     """
     work_at = tl.load(words_ptr + WORK_WORD)
     num_items = tl.load(words_ptr + work_at) * NUM_KV_HEADS
@@ -258,13 +277,13 @@ def attention_kernel(
                 _item(
                     q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
                     q_stride, workspace_rows, scale,
-                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, FEW_M,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, WINDOW, FEW_M,
                 )  # fmt: skip
         if not is_few:
             _item(
                 q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
                 q_stride, workspace_rows, scale,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, BLOCK_M,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, WINDOW, BLOCK_M,
             )  # fmt: skip
 
 
@@ -357,12 +376,13 @@ class PagedAttention:
         v_pages_NKSD: torch.Tensor,
         words: torch.Tensor,
         *,
+        window: int | None = None,
         may_cut: bool = True,
     ) -> torch.Tensor:
         """Return the attention [T, H, D] of the tokens that have work; other tokens get anything.
 
         `words` is an input block, int32, with the page table and `AttentionWork.words` at the places that it tells.
-        Without `may_cut` the work has no merges.
+        A token sees the last `window` keys, itself among them. Without `may_cut` the work has no merges.
         """
         num_tokens, num_heads, head_dim = q_THD.shape
         assert (
@@ -375,7 +395,7 @@ class PagedAttention:
         scale = head_dim**-0.5 * math.log2(math.e)
         attention_kernel[(self.num_programs,)](
             q_THD, k_pages_NKSD, v_pages_NKSD, out_THD, *workspace, q_THD.stride(0), self.workspace_rows, scale,
-            **self._constants, **self._options,
+            WINDOW=window or 0, **self._constants, **self._options,
         )  # fmt: skip
         if may_cut:
             merge_kernel[(self._num_merge_programs,)](

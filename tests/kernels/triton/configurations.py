@@ -40,6 +40,7 @@ def attention_configuration(
     *,
     exact: bool = False,
     codes: str = "",
+    window: int = 0,
 ) -> Configuration:
     """`attention_kernel` for one shape of heads, over pages of q's type or of codes."""
     dtype = ELEMENTS[element]
@@ -48,7 +49,7 @@ def attention_configuration(
     )
     num_threads = 32 * attention_constants.attention_options(100, constants, dtype)["num_warps"]
     tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * (1 if codes else dtype.itemsize)
-    kind = f"{element}{f'-{codes}' if codes else ''}{'-exact' * exact}"
+    kind = f"{element}{f'-{codes}' if codes else ''}{'-exact' * exact}{f'-window{window}' * bool(window)}"
     return Configuration(
         name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{kind}",
         kernel=attention.attention_kernel,
@@ -61,7 +62,7 @@ def attention_configuration(
             "workspace_rows": "i32",
             "scale": "fp32",
         },
-        constants=constants,
+        constants=constants | {"WINDOW": window},
         divisible=("q_stride",),
         options=lambda arch: attention_constants.attention_options(arch, constants, dtype),
         archs=archs_with(codes),
@@ -376,6 +377,12 @@ CONFIGURATIONS = [
     attention_configuration(16, 8, 128, page_size=1, exact=True),
     attention_configuration(16, 2, 256, exact=True),
     attention_configuration(16, 8, 128, "fp32", exact=True),
+    attention_configuration(32, 8, 128, window=4096),
+    attention_configuration(32, 8, 128, exact=True, window=4096),
+    attention_configuration(4, 1, 256, window=512),
+    attention_configuration(4, 1, 256, exact=True, window=512),
+    attention_configuration(64, 8, 64, window=128),
+    attention_configuration(64, 8, 64, exact=True, window=128),
     attention_configuration(32, 8, 128, codes="int8"),
     attention_configuration(32, 8, 128, exact=True, codes="int8"),
     attention_configuration(9, 3, 64, codes="int8"),

@@ -109,6 +109,7 @@ def launch_all() -> None:
         ({}, linear, torch.bfloat16),
         ({}, linear, torch.int8),
         (QWEN3, exact, torch.int8),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, linear, torch.bfloat16),
         ({}, linear, torch.float8_e4m3fn),
     ):
         model = MODEL(**changes)

@@ -91,7 +91,12 @@ class PagedKV:
                     pages[at] = values
 
     def attention(
-        self, kernels: PagedAttention, q_THD: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
+        self,
+        kernels: PagedAttention,
+        q_THD: torch.Tensor,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        window: int | None = None,
     ) -> torch.Tensor:
         """By the kernels, for the sequences in their order."""
         extends = {
@@ -101,7 +106,7 @@ class PagedKV:
         batch = batch_over(self.table_BP, self.page_size, extends, {})
         words = block_words(batch, self.page_size, TritonAttention(kernels).work(batch))
         k_pages, v_pages = (pages.to(DEVICE) for pages in self.pages)
-        return kernels(q_THD.to(DEVICE), k_pages, v_pages, words.to(DEVICE)).cpu()
+        return kernels(q_THD.to(DEVICE), k_pages, v_pages, words.to(DEVICE), window=window).cpu()
 
 
 BATCHES = {
@@ -144,6 +149,26 @@ def test_against_the_slow_twin(batch: str, heads: Heads, exact: bool) -> None:
     out = kv.attention(heads.kernels(num_programs=3 if exact else 40, exact=exact), q_THD, starts, lengths)
     expected = extend_attention(q_THD, *kv.pages, torch.from_numpy(kv.table_BP).long(), starts, lengths)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[heads.dtype], rtol=TOLERANCE[heads.dtype])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("window", [1, 63, 64, 65, SPLIT, SPLIT + 70])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_windows_against_the_slow_twin(batch: str, window: int, exact: bool) -> None:
+    """What lies before the first window of a sequence is NaN."""
+    heads = Heads(6, 2, 32)
+    starts, lengths = BATCHES[batch]
+    kv = PagedKV(heads, [start + length for start, length in zip(starts, lengths, strict=True)], seed=1)
+    q_THD = torch.randn(sum(lengths), heads.H, heads.D, generator=torch.Generator().manual_seed(2))
+    table = torch.from_numpy(kv.table_BP).long()
+    expected = extend_attention(q_THD, *kv.pages, table, starts, lengths, window)
+    for b, start in enumerate(starts):
+        for token in range(start + 1 - window):
+            for pages in kv.pages:
+                pages[table[b, token // heads.S], :, token % heads.S] = torch.nan
+    kernels = heads.kernels(num_programs=3 if exact else 40, exact=exact)
+    out = kv.attention(kernels, q_THD, starts, lengths, window)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("codes", LARGEST, ids=str)
@@ -208,12 +233,15 @@ class WholeSequence:
     heads: Heads
     kv: PagedKV
     q_THD: torch.Tensor
+    window: int | None
     out_THD: torch.Tensor
 
 
-@pytest.fixture(scope="module", params=[None, *LARGEST], ids=str)
+@pytest.fixture(scope="module", params=[None, *LARGEST, 70, SPLIT + 70], ids=str)
 def whole(request: pytest.FixtureRequest) -> WholeSequence:
-    heads = replace(EXACT, codes=request.param)
+    """Of numbers or codes, or with a window."""
+    window = request.param if isinstance(request.param, int) else None
+    heads = EXACT if window else replace(EXACT, codes=request.param)
     kv = PagedKV(heads, [LENGTH], seed=3)
     if heads.codes is None:
         # Zeros of both signs, numbers whose products underflow, and weights that underflow.
@@ -221,8 +249,8 @@ def whole(request: pytest.FixtureRequest) -> WholeSequence:
     q_THD = torch.randn(LENGTH, EXACT.H, EXACT.D, generator=torch.Generator().manual_seed(4))
     q_THD[:, 1] *= 30.0
     q_THD = q_THD.to(EXACT.dtype)
-    out = kv.attention(heads.kernels(workspace_nbytes=0), q_THD, [0], [LENGTH])
-    return WholeSequence(heads, kv, q_THD, out)
+    out = kv.attention(heads.kernels(workspace_nbytes=0), q_THD, [0], [LENGTH], window)
+    return WholeSequence(heads, kv, q_THD, window, out)
 
 
 @dataclass(frozen=True)
@@ -250,7 +278,7 @@ pieces = st.builds(
 def test_every_cut_gives_the_same_bits(
     whole: WholeSequence, pieces: list[Piece], num_programs: int, workspace_rows: int
 ) -> None:
-    """Pieces are sequences of one batch, with the same K and V. What comes behind a piece is NaN."""
+    """Pieces are sequences of one batch, with the same K and V. Behind a piece and before its window all is NaN."""
     kv = PagedKV(whole.heads, [LENGTH] * len(pieces), seed=5)
     for b, piece in enumerate(pieces):
         end = piece.start + piece.length
@@ -260,10 +288,16 @@ def test_every_cut_gives_the_same_bits(
             values = pages if whole.heads.codes is None else split_codes(pages)[1]
             values[last, :, (end - 1) % EXACT.S + 1 :] = torch.nan
             values[kv.table_BP[b, (end - 1) // EXACT.S + 1 : -1]] = torch.nan
+            num_before = max(piece.start + 1 - (whole.window or LENGTH), 0) // EXACT.S
+            values[kv.table_BP[b, :num_before]] = torch.nan
     kernels = whole.heads.kernels(num_programs, workspace_rows * EXACT.K * (EXACT.D + 2) * 4)
     tokens = np.concatenate([np.arange(piece.start, piece.start + piece.length) for piece in pieces])
     out = kv.attention(
-        kernels, whole.q_THD[tokens], [piece.start for piece in pieces], [piece.length for piece in pieces]
+        kernels,
+        whole.q_THD[tokens],
+        [piece.start for piece in pieces],
+        [piece.length for piece in pieces],
+        whole.window,
     )
     assert torch.equal(bits(out), bits(whole.out_THD[tokens]))
 

@@ -6,6 +6,7 @@ In float32: the interpreter's products of bfloat16 are wrong. `make test-gpu` ha
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +31,14 @@ from tests.modelzoo import make_model, random_prompt
 
 EXACT = ExactLinear(num_processors=3)
 SIZES = {"num_hidden_layers": 2, "vocab_size": 300, "head_dim": 64}
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmoe": {"head_dim": 16},  # the heads have the width of the model together
+    "mistral": {"sliding_window": 9},
+}
 
 
 def decoder_of(folder: Path, architecture: str) -> Decoder:
-    # The heads of OLMoE have the width of the model together.
-    make_model(folder, architecture, **SIZES | ({"head_dim": 16} if architecture == "olmoe" else {}))
+    make_model(folder, architecture, **SIZES | OTHERS.get(architecture, {}))
     config = load_model_config(folder)
     return Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=device())
 
@@ -71,11 +75,11 @@ def generated(
 
 @pytest.mark.parametrize(
     ("architecture", "product"),
-    [("qwen2", EXACT), ("qwen3", linear), ("glm4", EXACT), ("olmoe", linear)],
-    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact", "olmoe-cublas"],
+    [("qwen2", EXACT), ("qwen3", linear), ("glm4", EXACT), ("olmoe", linear), ("mistral", linear)],
+    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact", "olmoe-cublas", "mistral-cublas"],
 )
 def test_tokens_are_those_of_torch(architecture: str, product: Linear, tmp_path: Path) -> None:
-    """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention, OLMoE experts.
+    """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention, OLMoE experts, Mistral windows.
 
     One row is greedy, and the others draw.
     """

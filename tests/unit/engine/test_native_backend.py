@@ -320,19 +320,6 @@ class TestChoice:
                 exact=exact,
             )
 
-    def test_triton_names_the_context_that_needs_no_window(self, folder_of: Callable[[str], Path]) -> None:
-        folder = folder_of("mistral_tied")
-        with pytest.raises(ConfigError, match=r"--attention-backend triton: .*--context-length 24"):
-            load_model(
-                "triton",
-                Checkpoint(folder),
-                load_model_config(folder),
-                dtype=torch.bfloat16,
-                device=torch.device("cuda"),
-                cores=(-1,),
-                on_progress=lambda what, fraction: None,
-            )
-
     def test_native_says_why_it_cannot(self, folder_of: Callable[[str], Path]) -> None:
         with (
             pytest.raises(
