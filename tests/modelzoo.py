@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-MIXTURES = ("qwen3moe", "olmoe", "mixtral")
+MIXTURES = ("qwen3moe", "olmoe", "mixtral", "gptoss")
 ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "glm4", *MIXTURES)
 
 EOS_TOKEN = "<|endoftext|>"
@@ -59,6 +59,15 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
 }
 
 _LONGROPE = {
@@ -200,6 +209,9 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
             return transformers.Qwen2Config(**{"rope_theta": 1_000_000.0, **sizes})
         case "qwen3":
             return transformers.Qwen3Config(**{"head_dim": 32, **sizes})
+        case "gptoss":
+            own = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 24}
+            return transformers.GptOssConfig(**{**own, "rope_scaling": dict(_YARN), **sizes})
         case "qwen3moe":
             own = {
                 "head_dim": 32,

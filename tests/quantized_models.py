@@ -175,18 +175,44 @@ def gptq(
     return config, quantize
 
 
+def mxfp4() -> tuple[dict[str, Any], Quantize]:
+    """Experts [E, K, N] in MXFP4, rounded to the nearest. What they stand for is transformers' own reading."""
+    from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
+
+    numbers = torch.tensor(FP4_VALUES)
+
+    def quantize(weight_EKN: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        groups_ENGK = weight_EKN.transpose(1, 2).unflatten(2, (-1, 32))
+        exponents_ENG = groups_ENGK.abs().amax(3).clamp(min=1e-30).log2().floor() - 2
+        scaled = groups_ENGK / exponents_ENG.exp2()[..., None]
+        codes = (scaled[..., None] - numbers).abs().argmin(-1).to(torch.uint8)
+        blocks, scales = codes[..., ::2] | codes[..., 1::2] << 4, (exponents_ENG + 127).to(torch.uint8)
+        stands_for = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        return {"blocks": blocks, "scales": scales}, stands_for
+
+    return {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }, quantize
+
+
 def quantize_folder(
     dense: Path, folder: Path, how: tuple[dict[str, Any], Quantize], *, lm_head: bool = False
 ) -> Path:
-    """Write `dense` into `folder` with its projections quantized, and into `folder`/dense what these stand for."""
+    """Write `dense` into `folder` with its projections quantized, and into `folder`/dense what these stand for.
+
+    Where experts share tensors, these are quantized alone.
+    """
     config, quantize = how
     shutil.copytree(dense, folder / "dense")
     tensors, stands_for = Tensors(), Tensors()
     for name, tensor in load_file(dense / "model.safetensors").items():
-        layer = name.removesuffix(".weight")
-        if layer.endswith(("_proj", ".w1", ".w2", ".w3")) or (lm_head and layer == "lm_head"):
+        layer, is_shared = name.removesuffix(".weight"), config["quant_method"] == "mxfp4"
+        is_linear = layer.endswith(("_proj", ".w1", ".w2", ".w3")) or (lm_head and layer == "lm_head")
+        if is_linear and (tensor.dim() == 3 or not is_shared):
             packed, stands_for[name] = quantize(tensor.float())
-            tensors |= {f"{layer}.{each}": value.contiguous() for each, value in packed.items()}
+            dot = "_" if is_shared else "."
+            tensors |= {f"{layer}{dot}{each}": value.contiguous() for each, value in packed.items()}
         else:
             tensors[name] = stands_for[name] = tensor
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

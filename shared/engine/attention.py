@@ -27,10 +27,11 @@ class AttentionPlan(Protocol):
         k_pages_NKSD: torch.Tensor,
         v_pages_NKSD: torch.Tensor,
         window: int | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention over one layer's pages, [T, H, D]; the K and V of the new tokens are in them already.
 
-        `window` is the layer's: None where a token sees its whole sequence.
+        `window` and `sinks_H` are the layer's: None where a token sees its whole sequence, and without sinks.
         """
         ...
 
@@ -80,17 +81,18 @@ class TorchAttentionPlan:
         k_pages_NKSD: torch.Tensor,
         v_pages_NKSD: torch.Tensor,
         window: int | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """Extends and decode step, each by the kernel made for it."""
-        pages = k_pages_NKSD, v_pages_NKSD
+        pages, sees = (k_pages_NKSD, v_pages_NKSD), (window, sinks_H)
         if not self.lengths:
-            return decode_attention(q_THD, *pages, self.decode_tables_BP, self.decode_seq_lens_B, window)
+            return decode_attention(q_THD, *pages, self.decode_tables_BP, self.decode_seq_lens_B, *sees)
         num = self.num_extend_tokens
         tables_BP = self.extend_tables_BP
-        extended = extend_attention(q_THD[:num], *pages, tables_BP, self.starts, self.lengths, window)
+        extended = extend_attention(q_THD[:num], *pages, tables_BP, self.starts, self.lengths, *sees)
         if num == len(q_THD):
             return extended
-        decoded = decode_attention(q_THD[num:], *pages, self.decode_tables_BP, self.decode_seq_lens_B, window)
+        decoded = decode_attention(q_THD[num:], *pages, self.decode_tables_BP, self.decode_seq_lens_B, *sees)
         return torch.cat([extended, decoded])
 
 

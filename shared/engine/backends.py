@@ -182,6 +182,8 @@ def _triton_obstacle(
         return "--attention-backend torch"
     if device.type != "cuda":
         return f"its kernels are for GPUs, and this is {device}"
+    if config.has_sinks:
+        return "its kernels have no attention sinks"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if config.head_dim * dtype.itemsize % 16:

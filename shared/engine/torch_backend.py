@@ -209,9 +209,10 @@ class _CountedPlan:
         k_pages_NKSD: torch.Tensor,
         v_pages_NKSD: torch.Tensor,
         window: int | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """The plan's result."""
-        out_THD = self.plan.run(q_THD, k_pages_NKSD, v_pages_NKSD, window)
+        out_THD = self.plan.run(q_THD, k_pages_NKSD, v_pages_NKSD, window, sinks_H)
         self.layers_queued(1)
         return out_THD
 

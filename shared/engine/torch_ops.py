@@ -67,9 +67,11 @@ class TorchOps:
         write_kv(*self.kv_NKSD[layer], k_TKD, v_TKD, self.batch.out_pages_T, self.batch.out_offsets_T)
         return q_THD
 
-    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, window: int | None, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attention by the plan of this forward."""
-        return self.attention.run(q_THD, *self.kv_NKSD[layer], window)
+        return self.attention.run(q_THD, *self.kv_NKSD[layer], window, sinks_H)
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""

@@ -21,6 +21,7 @@ HeadDim = Annotated[int, msgspec.Meta(gt=0, le=2**12, multiple_of=2)]
 NumExperts = Annotated[int, msgspec.Meta(gt=0, le=2**12)]
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 TokenIds = TokenId | list[TokenId] | None
+LayerTypes = list[Literal["full_attention", "sliding_attention"]] | None
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class SlidingFields(ConfigFields, kw_only=True):
     use_sliding_window: bool = False
     sliding_window: Positions | None = 4096
     max_window_layers: int = 28
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    layer_types: LayerTypes = None
 
 
 class ExpertsFields(ConfigFields, kw_only=True):

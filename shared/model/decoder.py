@@ -95,7 +95,7 @@ class Decoder:
             qk_norm_ND = None
         qkv_TND = qkv_TQ.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, qk_norm_ND, c.rms_norm_eps, rotary)
-        attended_THD = ops.attend(i, q_THD, weights.window)
+        attended_THD = ops.attend(i, q_THD, weights.window, weights.sinks_H)
         return ops.linear(attended_THD.flatten(1), weights.o_proj)
 
     def _norm_whole_qk(self, qkv_TQ: torch.Tensor, weight_ND: torch.Tensor, ops: Ops) -> None:

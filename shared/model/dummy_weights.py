@@ -20,6 +20,8 @@ TABLE_LENGTH = 1_048_583
 """A prime: no row length divides it, so the rows of a matrix differ."""
 PIECE_ELEMENTS = 8 << 20
 BIAS_STD = 0.02
+FP4_STD = (137 / 16) ** 0.5
+"""Of the numbers of FP4, each as likely as any other."""
 
 
 class DummyWeights:
@@ -27,6 +29,7 @@ class DummyWeights:
 
     The weights of norms are 1. Elements of a matrix are uniform with a variance of 1 / its width, so that each
     product has the variance of its input. The embedding table has the same scale, since it may be the lm_head too.
+    Blocks of MXFP4 are random bits, and their scales the power of two with which products come nearest to that.
     """
 
     def __init__(self, seed: int, device: torch.device, *, piece_elements: int = PIECE_ELEMENTS) -> None:
@@ -37,24 +40,27 @@ class DummyWeights:
         drawn = np.random.default_rng(seed).random(TABLE_LENGTH, dtype=np.float32)
         self._table = torch.from_numpy((2 * drawn - 1) * np.float32(math.sqrt(3))).to(device)
         """Uniform with mean 0 and variance 1."""
+        self._bits = torch.from_numpy((drawn * np.float32(256)).astype(np.uint8)).to(device)
 
     def check(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Take the shapes from the architecture: nothing can be missing."""
         self._tensors = tensors
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of the table. A tensor is converted when it is copied."""
-        return torch.float32
+        """The type of the table, or of MXFP4. A tensor is converted when it is copied."""
+        return torch.uint8 if "U8" in self._tensors[name].types else torch.float32
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A new tensor in float32."""
-        out = torch.empty(self._tensors[name].shape, device=self._device)
-        self._fill(name, 0, out)
-        return out
+        """A new tensor."""
+        return self.read(name)
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
-        """A new tensor in float32, or a part of it."""
-        return self.mapped(name)[part]
+        """A new tensor, or a part of it. No more rows are made than `part` has."""
+        num_rows, *width = self._tensors[name].shape
+        first, last, _ = (part[0] if part else slice(None)).indices(num_rows)
+        out = torch.empty((last - first, *width), dtype=self.dtype(name), device=self._device)
+        self._fill(name, first * math.prod(width), out)
+        return out[(slice(None), *part[1:])]
 
     def copy_tensor(self, name: str, out: torch.Tensor, on_copied: Callable[[int], None]) -> None:
         """Fill `out`, in its type."""
@@ -76,11 +82,16 @@ class DummyWeights:
 
     def _fill(self, name: str, first: int, out: torch.Tensor) -> None:
         """Fill `out` with the elements of a tensor from index `first` on."""
+        shape = self._tensors[name].shape
         if name.endswith("norm.weight"):
             out.fill_(1)
             return
-        scale = BIAS_STD if len(self._tensors[name].shape) == 1 else self._tensors[name].shape[-1] ** -0.5
-        table, flat = self._table * scale, out.view(-1)
+        if name.endswith("_scales"):
+            out.fill_(127 + round(math.log2((32 * shape[-1]) ** -0.5 / FP4_STD)))
+            return
+        table, flat = self._bits, out.view(-1)
+        if out.dtype != torch.uint8:
+            table = self._table * (BIAS_STD if len(shape) == 1 else shape[1] ** -0.5)
         at = (xxhash.xxh3_64_intdigest(name.encode(), seed=self._seed) + first) % TABLE_LENGTH
         done = 0
         while done < len(flat):

@@ -2,13 +2,15 @@
 
 `multiply` is what the torch backend computes, and the slow twin of `src/experts.cpp`.
 
-Shape suffixes: T tokens, D hidden size, E experts, K experts of a token, S tokens of one expert, G gate and up.
+Shape suffixes: T tokens, D hidden size, E experts, K experts of a token, S tokens of one expert, G gate and up,
+F = G / 2.
 """
 
 from __future__ import annotations
 
 import torch
 
+from shared.model.layers import clamped_silu_mul
 from shared.model.linear import Linear
 from shared.model.ops import Ops
 from shared.model.weights import ExpertsWeights
@@ -44,6 +46,11 @@ def multiply(
             continue
         tokens_S = places_S // weights.top_k
         gate_up_SG = ops.linear(x_TD[tokens_S], expert.gate_up_proj)
-        y_SD = ops.linear(ops.silu_mul(gate_up_SG), expert.down_proj)
+        product_SF = (
+            ops.silu_mul(gate_up_SG)
+            if weights.clamp is None
+            else clamped_silu_mul(gate_up_SG, weights.clamp.limit, weights.clamp.alpha)
+        )
+        y_SD = ops.linear(product_SF, expert.down_proj)
         sum_TD[tokens_S] += y_SD.float() * weights_TK.flatten()[places_S, None]
     return sum_TD.to(x_TD.dtype)

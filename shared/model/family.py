@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shared.errors import ModelError
-from shared.model.config_fields import ConfigFields, ExpertsFields, SlidingFields
+from shared.model.config_fields import ConfigFields, ExpertsFields, LayerTypes, SlidingFields
 from shared.model.layer_records import DenseMlp, ExpertsMlp, Heads, Layer, Projection
 
 F = TypeVar("F", bound=ConfigFields)
@@ -90,12 +90,19 @@ def fused_mlp(mlp: str, fields: ConfigFields) -> DenseMlp:
 
 def qwen_window(fields: SlidingFields, i: int) -> int | None:
     """The window of layer i, as Qwen's configs say it. Raises ModelError for `layer_types` of another length."""
-    if not fields.use_sliding_window:
-        return None
-    if (types := fields.layer_types) is None:
-        return fields.sliding_window if i >= fields.max_window_layers else None
+    is_sliding = is_sliding_layer(fields, fields.layer_types, i, otherwise=i >= fields.max_window_layers)
+    return fields.sliding_window if fields.use_sliding_window and is_sliding else None
+
+
+def is_sliding_layer(fields: ConfigFields, types: LayerTypes, i: int, *, otherwise: bool) -> bool:
+    """Whether layer i has a window, by `layer_types`. `otherwise` is the answer where the file has none.
+
+    Raises ModelError for another number of types than of layers.
+    """
+    if types is None:
+        return otherwise
     if len(types) != fields.num_hidden_layers:
         raise ModelError(
             f"layer_types: has {len(types)} layers, and num_hidden_layers is {fields.num_hidden_layers}"
         )
-    return fields.sliding_window if types[i] == "sliding_attention" else None
+    return types[i] == "sliding_attention"

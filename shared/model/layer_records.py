@@ -31,6 +31,16 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """Expert `index` of the `count` that share a tensor [count, ...]. A dense weight is [count, inputs, outputs]."""
+
+    index: int
+    count: int
+    alternates: bool = False
+    """Whether outputs are one of gate, one of up, and so on, in place of all of gate first."""
+
+
+@dataclass(frozen=True)
 class Projection:
     """Linear layers of a checkpoint that are computed as one, from `num_inputs` inputs."""
 
@@ -40,6 +50,8 @@ class Projection:
     has_bias: bool = False
     keeps_type: bool = False
     """Whether it is never quantized: the router of experts."""
+    stacked: Stacked | None = None
+    """None: its tensors are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +62,8 @@ class Attention:
     qk_norms: tuple[str, str] | None
     """The RMSNorms of q and of k."""
     o: Projection
+    sinks: str | None = None
+    """A tensor with a logit for each query head, which takes part in its softmax and has no value."""
     norms_whole_qk: bool = False
     """Whether q is normed as a whole, and so is k (OLMoE). Else each head is, with one weight for all heads."""
     window: int | None = None
@@ -70,6 +84,14 @@ class DenseMlp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SwigluClamp:
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within it (gpt-oss)."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsMlp:
     """A mixture of experts: each token goes through the `top_k` of them for which the router has the largest scores.
 
@@ -82,6 +104,8 @@ class ExpertsMlp:
     top_k: int
     is_normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
+    clamp: SwigluClamp | None = None
+    """What stands for silu(gate) * up. None: that itself."""
 
     @property
     def projections(self) -> Iterator[Projection]:

@@ -22,6 +22,13 @@ def rms_norm(x_D: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Ten
     return weight_D * normed_D.to(x_D.dtype)
 
 
+def clamped_silu_mul(gate_up_TG: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """Return gate * sigmoid(alpha * gate) * (up + 1) [T, F], gate at most `limit` and up within it (gpt-oss)."""
+    gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+    gate_TF, up_TF = gate_TF.clamp(max=limit), up_TF.clamp(-limit, limit)
+    return gate_TF * torch.sigmoid(alpha * gate_TF) * (up_TF + 1)
+
+
 def silu_mul(gate_up_TG: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [T, F] of the fused projection [T, 2F], gate first: SwiGLU (arXiv 2002.05202)."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)

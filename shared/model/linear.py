@@ -20,6 +20,8 @@ from shared.host_memory import new_mapping
 from shared.kernels.row_codes import LEAST, quantize_rows
 
 _PIECE_ELEMENTS = 1 << 18
+_FP4_TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int16)
+"""Twice the numbers of FP4 (e2m1), by their codes."""
 _EXACT_K = 512
 """float32 adds up this many products of a code by a code exactly: 512 * 127 * 255 < 2 ** 24."""
 
@@ -75,7 +77,10 @@ class QuantizedLinear:
     is_weight_only: bool = False
     """Whether x stays in 16 bits."""
     is_float: bool = False
-    """Whether codes are numbers of FP8 (e4m3), which have no zeros. Such a layer `is_weight_only`. On GPUs."""
+    """Whether codes are numbers, which have no zeros: of FP8 (e4m3), on GPUs and `is_weight_only`, or of FP4 (e2m1).
+
+    Scales of FP4 are powers of two, and those of twice the numbers, which are integers.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,7 +112,7 @@ class QuantizedLinear:
         )
         for g in range(self.scales_NG.shape[1]):
             of_group = slice(g * size, (g + 1) * size)
-            weight_NK = each_NK[:, of_group].to(torch.int16) - self._zeros(g)
+            weight_NK = self._integers(each_NK[:, of_group], g)
             sums_TN = _exact_product(codes_TGK[:, g], weight_NK)
             y_TN += sums_TN.float() * (scales_TG[:, g, None] * self.scales_NG[:, g])
         if self.bias_N is not None:
@@ -116,12 +121,14 @@ class QuantizedLinear:
 
     def dequantized(self) -> torch.Tensor:
         """Return W, [N, K], in float32."""
-        if self.is_float:
+        if self.is_float and self.bits == 8:
             numbers_NGK = in_groups(self.codes_NK.view(torch.float8_e4m3fn).float(), self.group_size)
             return (numbers_NGK * self.scales_NG[..., None]).flatten(1)
-        groups_NGK = in_groups(self.unpacked().codes_NK.float(), self.group_size)
+        groups_NGK = in_groups(self.unpacked().codes_NK, self.group_size)
+        if self.is_float:
+            return (_fp4_twice(groups_NGK) * self.scales_NG[..., None]).flatten(1)
         zeros = float(1 << (self.bits - 1)) if self.zeros_NG is None else self.zeros_NG[..., None]
-        weight_NK: torch.Tensor = ((groups_NGK - zeros) * self.scales_NG[..., None]).flatten(1)
+        weight_NK: torch.Tensor = ((groups_NGK.float() - zeros) * self.scales_NG[..., None]).flatten(1)
         return weight_NK if self.order_K is None else weight_NK[:, torch.argsort(self.order_K)]
 
     def with_outputs(self, order_N: torch.Tensor) -> QuantizedLinear:
@@ -155,8 +162,12 @@ class QuantizedLinear:
         codes_NK = torch.stack([self.codes_NK & 15, self.codes_NK >> 4], -1).flatten(1)
         return replace(self, codes_NK=codes_NK, is_packed=False)
 
-    def _zeros(self, g: int) -> torch.Tensor | int:
-        return 1 << (self.bits - 1) if self.zeros_NG is None else self.zeros_NG[:, g, None].to(torch.int16)
+    def _integers(self, codes_NK: torch.Tensor, g: int) -> torch.Tensor:
+        """What codes of group g stand for, times its scale."""
+        if self.is_float:
+            return _fp4_twice(codes_NK)
+        zeros = 1 << (self.bits - 1) if self.zeros_NG is None else self.zeros_NG[:, g, None].to(torch.int16)
+        return codes_NK.to(torch.int16) - zeros
 
 
 Linear = DenseLinear | QuantizedLinear
@@ -165,6 +176,10 @@ Linear = DenseLinear | QuantizedLinear
 def in_groups(x_TK: torch.Tensor, group_size: int) -> torch.Tensor:
     """A view [T, G, K / G]."""
     return x_TK.reshape(len(x_TK), x_TK.shape[1] // group_size, group_size)
+
+
+def _fp4_twice(codes: torch.Tensor) -> torch.Tensor:
+    return _FP4_TWICE.to(codes.device)[codes.int()]
 
 
 def new_codes(n: int, k: int) -> torch.Tensor:

@@ -55,10 +55,12 @@ class Ops(Protocol):
         """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D]."""
         ...
 
-    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, window: int | None, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the causal attention of every token over its sequence, [T, H, D]. Scores are scaled by D ** -0.5.
 
-        With a window a token sees the last `window` tokens, itself among them.
+        With a window a token sees the last `window` tokens, itself among them. Sinks take part in a head's softmax.
         Called once for each layer, after `norm_rope_write` of that layer.
         """
         ...

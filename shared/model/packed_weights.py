@@ -117,6 +117,7 @@ class Packer:
             mlp_norm=self.floats(layer.mlp_norm_D),
             mlp_out_norm=self.floats(layer.mlp_out_norm_D),
             qk_norm=self.floats(layer.attention.qk_norm_ND),
+            sinks=self.floats(layer.attention.sinks_H),
             qkv=layer.attention.qkv_proj,
             o=layer.attention.o_proj,
             whole_qk=layer.attention.norms_whole_qk,
@@ -147,7 +148,7 @@ class Packer:
         gate_up = (LinearDesc * len(experts))(*(each.gate_up_proj for each in experts))
         down = (LinearDesc * len(experts))(*(each.down_proj for each in experts))
         self.kept += [gate_up, down]
-        return ExpertsDesc(
+        desc = ExpertsDesc(
             router=weights.router,
             gate_up=ctypes.addressof(gate_up),
             down=ctypes.addressof(down),
@@ -155,6 +156,9 @@ class Packer:
             top_k=weights.top_k,
             normalized=weights.is_normalized,
         )
+        if weights.clamp is not None:
+            desc.limit, desc.alpha = weights.clamp.limit, weights.clamp.alpha
+        return desc
 
     def lm_head(self, c: ModelConfig, pieces: Iterator[tuple[int, Linear]]) -> LinearDesc:
         """Pack the lm_head piece by piece."""
@@ -173,6 +177,10 @@ class Packer:
         """Return the address of a float32 copy of `values`. None for None."""
         return self._copy(values, torch.float32)
 
+    def _exponents(self, powers: torch.Tensor) -> int | None:
+        """The exponents of powers of two, as float32 has them."""
+        return self._copy(powers.view(torch.int32) >> 23, torch.uint8)
+
     def _copy(self, values: torch.Tensor | None, dtype: torch.dtype) -> int | None:
         if values is None:
             return None
@@ -189,7 +197,9 @@ class Packer:
         )
         if isinstance(linear, QuantizedLinear):
             desc.bits, desc.group = linear.bits, linear.group_size
-            desc.scales = self.floats(in_panels(linear.scales_NG, is_gate_up=is_gate_up))
+            scales = in_panels(linear.scales_NG, is_gate_up=is_gate_up)
+            desc.is_float = linear.is_float
+            desc.scales = self._exponents(scales) if linear.is_float else self.floats(scales)
             if linear.zeros_NG is not None:
                 desc.zeros = self._copy(in_panels(linear.zeros_NG, is_gate_up=is_gate_up), torch.uint8)
             desc.order = self._copy(linear.order_K, torch.int32)

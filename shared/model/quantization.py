@@ -10,9 +10,10 @@ file, so this file never imports torch.
     fp8                  (blocks)           FP8 (e4m3), a scale for each block
     awq                  version gemm       4 bits, packed along the outputs, groups with zeros
     gptq                 gptq, gptq_v2      4 or 8 bits, packed along the inputs, groups with zeros
+    mxfp4                                   experts in FP4 (e2m1), a power of two for each 32 inputs
 
 Sources: compressed-tensors' `quantization/quant_args.py` and `compressors/`, AutoAWQ's `utils/packing_utils.py`,
-GPTQModel's `nn_modules/qlinear`.
+GPTQModel's `nn_modules/qlinear`, transformers' `quantizers/quantizer_mxfp4.py`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Layout(Enum):
     AWQ = "awq"
     GPTQ = "gptq"
     GPTQ_V2 = "gptq_v2"
+    MXFP4 = "mxfp4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,11 @@ class Scheme:
     def has_codes(self) -> bool:
         """Whether the layer is computed with integers. FP8 is decoded instead."""
         return self.layout not in (Layout.FLOAT_QUANTIZED, Layout.FP8_BLOCKS)
+
+    @property
+    def scale_nbytes(self) -> int:
+        """Bytes of a scale that native kernels read."""
+        return 1 if self.layout is Layout.MXFP4 else 4
 
     @property
     def name(self) -> str:
@@ -130,6 +137,8 @@ def of_dummy_weights(quantization: Quantization, *, is_tied: bool) -> Quantizati
     """
 
     def on_load(scheme: Scheme) -> Scheme:
+        if scheme.layout is Layout.MXFP4:  # random bits are a weight
+            return scheme
         return replace(scheme, layout=Layout.ON_LOAD, is_symmetric=True, has_order=False)
 
     with_codes = [(targets, on_load(scheme)) for targets, scheme in quantization.schemes if scheme.has_codes]
@@ -219,6 +228,10 @@ class _Awq(msgspec.Struct, kw_only=True):
     modules_to_not_convert: list[str] | None = None
 
 
+class _Mxfp4(msgspec.Struct, kw_only=True):
+    modules_to_not_convert: list[str] | None = None
+
+
 class _Gptq(msgspec.Struct, kw_only=True):
     bits: int
     group_size: _GroupSize = 128
@@ -251,8 +264,10 @@ def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
             return _awq(_convert(raw, _Awq, path), path)
         case "gptq":
             return _gptq(_convert(raw, _Gptq, path), path)
+        case "mxfp4":
+            return _mxfp4(_convert(raw, _Mxfp4, path), path)
         case other:
-            raise _unsupported(path, "quant_method", other, "compressed-tensors, fp8, awq, gptq")
+            raise _unsupported(path, "quant_method", other, "compressed-tensors, fp8, awq, gptq, mxfp4")
 
 
 def _compressed_tensors(fields: _CompressedTensors, path: Path) -> Quantization:
@@ -404,6 +419,15 @@ def _gptq(fields: _Gptq, path: Path) -> Quantization:
     )
     ignored = (*skipped, *(() if fields.lm_head else ("lm_head",)))
     return Quantization(schemes=((("Linear",), scheme),), ignored=ignored)
+
+
+def _mxfp4(fields: _Mxfp4, path: Path) -> Quantization:
+    """Experts, but those that a pattern names: from the beginning of a name to a dot, or the end of a name."""
+    names = fields.modules_to_not_convert or []
+    ignored = [f"re:(?:{name})(?=\\.|$)|.*{re.escape(name)}(?=\\.|$)" for name in names]
+    _check_targets(ignored, path)
+    scheme = Scheme(layout=Layout.MXFP4, bits=4, group_size=32, is_symmetric=True)
+    return Quantization(schemes=((("re:.*\\.experts\\.",), scheme),), ignored=tuple(ignored))
 
 
 def _group_size(size: int) -> int | None:

@@ -23,10 +23,19 @@ from shared.host_memory import new_mapping
 from shared.model.config import ModelConfig
 from shared.model.formats.choice import FORMATS
 from shared.model.formats.common import LinearSpec
-from shared.model.layer_records import Attention, DenseMlp, ExpertsMlp, Layer, Projection
+from shared.model.layer_records import (
+    Attention,
+    DenseMlp,
+    ExpertsMlp,
+    Layer,
+    Projection,
+    Stacked,
+    SwigluClamp,
+)
 from shared.model.linear import DenseLinear, Linear, quantize_weight, stack
 from shared.model.quantization import Layout, Scheme
-from shared.model.weight_source import TensorSpec, WeightSource
+from shared.model.stacked import ExpertReader, stacked_specs
+from shared.model.weight_source import TensorReader, TensorSpec, WeightSource
 
 _EMBED, _NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -40,6 +49,7 @@ class AttentionWeights(Generic[L]):
     qkv_proj: L
     qk_norm_ND: torch.Tensor | None
     """The weights for each head of q, then of k."""
+    sinks_H: torch.Tensor | None
     norms_whole_qk: bool
     window: int | None
     """As in the `Attention`."""
@@ -62,6 +72,7 @@ class ExpertsWeights(Generic[L]):
     experts: tuple[MlpWeights[L], ...]
     top_k: int
     is_normalized: bool
+    clamp: SwigluClamp | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +145,9 @@ class WeightReader:
         self._device = device
         self._on_progress = on_progress or (lambda fraction: None)
         self._source = source
-        self._tensors = tensor_specs(config)
-        source.check(self._tensors)
-        self._num_elements = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+        tensors = tensor_specs(config)
+        source.check(tensors)
+        self._num_elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
         self._num_read = 0
 
     def __enter__(self) -> WeightReader:
@@ -174,7 +185,7 @@ class WeightReader:
         c = self._config
         scheme = _lm_head_scheme(c)
         if scheme is not None and scheme.layout is not Layout.ON_LOAD:
-            return self._quantized(_lm_head(c), None)
+            return self._quantized(_lm_head(c), None, self._source)
         if scheme is not None:
             return stack([piece for _, piece in self.lm_head_pieces()], None).to(self._device)
         if c.tie_word_embeddings:
@@ -190,7 +201,7 @@ class WeightReader:
         if scheme is not None and scheme.layout is not Layout.ON_LOAD:
             layer, form = LinearSpec("lm_head", c.vocab_size, c.hidden_size, scheme), FORMATS[scheme.layout]
             yield from form.pieces(self._source, layer, self._dtype)
-            self._count(self._num_stored(layer))
+            self._count(_num_stored(layer))
             return
         tied = c.tie_word_embeddings
         for first_row, piece in self._source.pieces(_EMBED if tied else _LM_HEAD):
@@ -242,6 +253,7 @@ class WeightReader:
                 experts=tuple(dense(expert) for expert in mlp.experts),
                 top_k=mlp.top_k,
                 is_normalized=mlp.is_normalized,
+                clamp=mlp.clamp,
             )
 
         return LayerWeights(
@@ -249,6 +261,7 @@ class WeightReader:
             attention=AttentionWeights(
                 qkv_proj=keep(qkv(), False),
                 qk_norm_ND=qk_norm(_qk_norm_sizes(c, attention)) if attention.qk_norms else None,
+                sinks_H=None if attention.sinks is None else self._stack({attention.sinks: c.num_heads}),
                 norms_whole_qk=attention.norms_whole_qk,
                 window=attention.window,
                 o_proj=linear(attention.o),
@@ -265,29 +278,44 @@ class WeightReader:
         return None if order == sorted(order) else torch.tensor(order, device=self._device)
 
     def _linear(self, projection: Projection) -> Linear:
+        if projection.stacked is not None:
+            return self._expert(projection, projection.stacked)
         bias_N = None
         if projection.has_bias:
             bias_N = self._stack({f"{name}.bias": n for name, n in projection.outputs.items()})
         if _scheme_of(self._config, projection) is not None:
-            return self._quantized(projection, bias_N)
+            return self._quantized(projection, bias_N, self._source)
         weights = {f"{name}.weight": n for name, n in projection.outputs.items()}
         return DenseLinear(weight_NK=self._stack(weights, projection.num_inputs), bias_N=bias_N)
 
-    def _quantized(self, projection: Projection, bias_N: torch.Tensor | None) -> Linear:
+    def _expert(self, projection: Projection, stacked: Stacked) -> Linear:
+        """Its part of the tensors that all experts of a layer share, gate first."""
+        ((name, n),) = projection.outputs.items()
+        source = ExpertReader(self._source, stacked)
+
+        def read(part: str) -> torch.Tensor:
+            tensor = source.read(f"{name}.{part}").to(device=self._device, dtype=self._dtype)
+            self._count(tensor.numel())
+            return tensor
+
+        bias_N = read("bias") if projection.has_bias else None
+        if _scheme_of(self._config, projection) is None:
+            linear: Linear = DenseLinear(weight_NK=read("weight"), bias_N=bias_N)
+        else:
+            linear = self._quantized(projection, bias_N, source)
+        if not stacked.alternates:
+            return linear
+        return linear.with_outputs(torch.arange(n, device=self._device).view(-1, 2).T.flatten())
+
+    def _quantized(self, projection: Projection, bias_N: torch.Tensor | None, source: TensorReader) -> Linear:
         scheme = _scheme_of(self._config, projection)
         assert scheme is not None
         parts = []
         for name, n in projection.outputs.items():
             layer = LinearSpec(name, n, projection.num_inputs, scheme)
-            parts.append(FORMATS[scheme.layout].read(self._source, layer, self._dtype))
-            self._count(self._num_stored(layer))
+            parts.append(FORMATS[scheme.layout].read(source, layer, self._dtype))
+            self._count(_num_stored(layer))
         return stack(parts, bias_N).to(self._device)
-
-    def _num_stored(self, layer: LinearSpec) -> int:
-        """Elements of all tensors of a quantized layer."""
-        return sum(
-            math.prod(self._tensors[name].shape) for name in FORMATS[layer.scheme.layout].tensors(layer)
-        )
 
     def _stack(self, rows: dict[str, int], *width: int) -> torch.Tensor:
         """Read tensors into one new buffer."""
@@ -311,16 +339,18 @@ def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
     for projection in _projections(c):
         scheme = _scheme_of(c, projection)
         for name, n in projection.outputs.items():
-            if projection.has_bias:
-                specs[f"{name}.bias"] = TensorSpec((n,))
+            own = {f"{name}.bias": TensorSpec((n,))} if projection.has_bias else {}
             if scheme is None:
-                specs[f"{name}.weight"] = TensorSpec((n, projection.num_inputs))
+                own[f"{name}.weight"] = TensorSpec((n, projection.num_inputs))
             else:
                 layer = LinearSpec(name, n, projection.num_inputs, scheme)
-                specs.update(FORMATS[scheme.layout].tensors(layer))
+                own |= FORMATS[scheme.layout].tensors(layer)
+            specs.update(own if projection.stacked is None else stacked_specs(own, projection.stacked))
     for each in c.layers:
         specs.update(dict.fromkeys(each.norms, TensorSpec((c.hidden_size,))))
         specs.update({name: TensorSpec((size,)) for name, size in _qk_norm_sizes(c, each.attention).items()})
+        if each.attention.sinks is not None:
+            specs[each.attention.sinks] = TensorSpec((c.num_heads,))
         if isinstance(each.mlp, ExpertsMlp):
             _check_experts(c, each.mlp)
     return specs
@@ -341,8 +371,15 @@ def weights_nbytes(c: ModelConfig, dtype: torch.dtype) -> int:
             nbytes += n * k * dtype.itemsize
         else:
             nbytes += n * k * scheme.bits // 8
-            nbytes += 4 * n * LinearSpec(next(iter(projection.outputs)), n, k, scheme).num_groups
+            nbytes += (
+                scheme.scale_nbytes * n * LinearSpec(next(iter(projection.outputs)), n, k, scheme).num_groups
+            )
     return nbytes
+
+
+def _num_stored(layer: LinearSpec) -> int:
+    """Elements of all tensors of a quantized layer."""
+    return sum(math.prod(tensor.shape) for tensor in FORMATS[layer.scheme.layout].tensors(layer).values())
 
 
 def _qk_norm_sizes(c: ModelConfig, attention: Attention) -> dict[str, int]:

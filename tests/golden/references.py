@@ -24,7 +24,7 @@ from tests.modelzoo import (
     reference_greedy_batch,
     reference_logits,
 )
-from tests.quantized_models import compressed_tensors, quantize_folder
+from tests.quantized_models import compressed_tensors, mxfp4, quantize_folder
 from tests.unit.engine.naive_sampler import naive_penalize, naive_sample
 
 MODELS = (*ARCHITECTURES, "builtin")
@@ -86,6 +86,8 @@ class Zoo:
             return folder
         if model == "qwen3-w8a8":
             return quantize_folder(self.folder("qwen3"), folder, compressed_tensors(8, activations=True))
+        if model == "gptoss-mxfp4":
+            return quantize_folder(self.folder("gptoss"), folder, mxfp4())
         return make_model(folder, model, **self.sizes)
 
     def prompts(self, model: str) -> list[list[int]]:

@@ -52,7 +52,7 @@ class Case:
 
 
 FACTORS: dict[str, tuple[object, ...]] = {
-    "model": ("qwen3", "builtin", "qwen3-w8a8", "qwen3moe"),
+    "model": ("qwen3", "builtin", "qwen3-w8a8", "qwen3moe", "gptoss-mxfp4"),
     "prefix": (False, True),
     "page_size": (1, 16),
     "chunk": (23, 512),

@@ -33,10 +33,11 @@ from shared.model.config import ModelConfig, load_model_config
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.kernels.cpu.conftest import BUILDS
 from tests.modelzoo import make_model, random_prompt
-from tests.quantized_models import compressed_tensors, gptq, quantize_folder
+from tests.quantized_models import compressed_tensors, gptq, mxfp4, quantize_folder
 
 MODELS = {
     "qwen3": {"num_hidden_layers": 2},
+    "gptoss": {"num_hidden_layers": 2, "sliding_window": 100, "max_position_embeddings": 2048},
     "qwen3moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral": {"num_hidden_layers": 2, "num_local_experts": 5},
     "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 48},
@@ -50,6 +51,8 @@ QUANTIZED = {
     "qwen3-gptq-weight-only": ("qwen3", lambda: gptq(4, 32, desc_act=True)),
     "qwen3moe-int4": ("qwen3moe", lambda: None),
     "mixtral-gptq": ("mixtral", lambda: gptq(4, 32, desc_act=True)),
+    "gptoss-mxfp4": ("gptoss", mxfp4),
+    "gptoss-mxfp4-weight-only": ("gptoss", mxfp4),
     "qwen3-kv-int8": ("qwen3", lambda: None),
     "llama-w8a8-kv-int8": ("llama", lambda: compressed_tensors(8, activations=True)),
 }

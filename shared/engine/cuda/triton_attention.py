@@ -29,8 +29,10 @@ class TritonAttentionPlan:
         k_pages_NKSD: torch.Tensor,
         v_pages_NKSD: torch.Tensor,
         window: int | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """Two launches, or one where nothing is cut."""
+        assert sinks_H is None, "torch computes models with sinks"
         return self.kernels(
             q_THD, k_pages_NKSD, v_pages_NKSD, self.words, window=window, may_cut=self.may_cut
         )

@@ -66,9 +66,11 @@ class TritonOps:
         to = self.batch.out_pages_T, self.batch.out_offsets_T, *self.kv_NKSD[layer]
         return rope.norm_rope_write(qkv_TND, num_kv_heads, qk_norm_ND, eps, *rotary, *to)
 
-    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, window: int | None, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attention by the plan of this forward."""
-        return self.attention.run(q_THD, *self.kv_NKSD[layer], window)
+        return self.attention.run(q_THD, *self.kv_NKSD[layer], window, sinks_H)
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""
@@ -76,8 +78,9 @@ class TritonOps:
 
 
 def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile | None = None) -> torch.Tensor:
-    """x W^T + bias. Torch multiplies where groups fit no matrix instruction, which no model of a hub needs."""
-    if linear.group_size % LEAST_K or linear.is_packed != (linear.bits == 4):
+    """x W^T + bias. Torch multiplies FP4, and where groups fit no matrix instruction, as in no model of a hub."""
+    is_fp4 = linear.is_float and linear.bits == 4
+    if is_fp4 or linear.group_size % LEAST_K or linear.is_packed != (linear.bits == 4):
         return linear.multiply(x_TK)
     of_groups = linear.scales_NG, linear.zeros_NG, linear.order_K
     return quantized_linear(

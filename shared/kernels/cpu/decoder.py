@@ -28,8 +28,8 @@ _Int = ctypes.c_int64
 class LinearDesc(ctypes.Structure):
     """A linear weight: `panels` in the layout of `src/linear.h`, `bias` float32 [n] or null.
 
-    `bits` is 16 for bf16. The fields behind it are those of 8 and 4: float32, uint8 and int32. `weight_only` is 1
-    where activations stay in 16 bits.
+    `bits` is 16 for bf16. The fields behind it are those of 8 and 4: float32, uint8 and int32. `is_float` is 1 for
+    FP4, whose scales are uint8. `weight_only` is 1 where activations stay in 16 bits.
     """
 
     _fields_ = (
@@ -38,6 +38,7 @@ class LinearDesc(ctypes.Structure):
         ("n", _Int),
         ("k", _Int),
         ("bits", _Int),
+        ("is_float", _Int),
         ("group", _Int),
         ("scales", _Pointer),
         ("zeros", _Pointer),
@@ -47,7 +48,7 @@ class LinearDesc(ctypes.Structure):
 
 
 class ExpertsDesc(ctypes.Structure):
-    """A sparse MLP. `gate_up` and `down` are arrays of LinearDesc, one for each expert."""
+    """A sparse MLP. `gate_up` and `down` are arrays of a LinearDesc for each expert. Without a clamp `limit` is 0."""
 
     _fields_ = (
         ("router", LinearDesc),
@@ -56,6 +57,8 @@ class ExpertsDesc(ctypes.Structure):
         ("num_experts", _Int),
         ("top_k", _Int),
         ("normalized", _Int),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
     )
 
 

@@ -7,6 +7,7 @@ from shared.model.formats.common import Format
 from shared.model.formats.fp8 import FP8
 from shared.model.formats.gptq import GPTQ
 from shared.model.formats.int_quantized import INT_QUANTIZED
+from shared.model.formats.mxfp4 import MXFP4
 from shared.model.formats.on_load import ON_LOAD
 from shared.model.formats.pack_quantized import PACK_QUANTIZED
 from shared.model.quantization import Layout
@@ -20,4 +21,5 @@ FORMATS: dict[Layout, Format] = {
     Layout.AWQ: AWQ,
     Layout.GPTQ: GPTQ,
     Layout.GPTQ_V2: GPTQ,
+    Layout.MXFP4: MXFP4,
 }

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from shared.kernels.cpu.library import Team
 from shared.model.experts import multiply, route
+from shared.model.layer_records import SwigluClamp
+from shared.model.layers import clamped_silu_mul
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear, quantize_weight
 from shared.model.packed_weights import Packer
 from shared.model.weights import ExpertsWeights, MlpWeights
@@ -31,11 +33,12 @@ class Shape:
     normalized: bool = True
     bias: bool = False
     order: bool = False
+    fp4: bool = False
+    clamped: bool = False
 
     def __str__(self) -> str:
-        flags = "".join(
-            f"-{name}" for name in ("weight_only", "normalized", "bias", "order") if getattr(self, name)
-        )
+        names = ("weight_only", "normalized", "bias", "order", "fp4", "clamped")
+        flags = "".join(f"-{name}" for name in names if getattr(self, name))
         of = f"D{self.hidden}-F{self.size}-E{self.num_experts}-K{self.top_k}"
         return f"{of}-w{self.bits}g{self.group}{flags}"
 
@@ -49,7 +52,11 @@ SHAPES = [
     Shape(128, 64, 8, 3, 4, 32, order=True),
     Shape(128, 64, 8, 3, 8, 64, weight_only=True, order=True),
     Shape(64, 128, 16, 2, 4, 64, weight_only=True),
+    Shape(96, 40, 8, 4, bias=True, clamped=True),
+    Shape(96, 64, 20, 4, 4, 32, bias=True, fp4=True, clamped=True),
+    Shape(96, 64, 8, 4, 4, 32, weight_only=True, bias=True, fp4=True, clamped=True),
 ]
+CLAMP = SwigluClamp(limit=1.5, alpha=1.702)
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -62,6 +69,9 @@ def experts_of(shape: Shape) -> ExpertsWeights[Linear]:
         if shape.bits == 16:
             return DenseLinear(weight_NK=weight_NK, bias_N=bias_N if bias_N is None else bias_N.bfloat16())
         layer = quantize_weight(weight_NK, bits=shape.bits, group_size=shape.group)
+        if shape.fp4:
+            powers_NG = torch.randint(-8, -4, layer.scales_NG.shape, generator=generator).float().exp2()
+            layer = replace(layer, scales_NG=powers_NG, is_float=True)
         order_K = torch.randperm(k, generator=generator) if shape.order else None
         return replace(layer, bias_N=bias_N, order_K=order_K, is_weight_only=shape.weight_only)
 
@@ -75,6 +85,7 @@ def experts_of(shape: Shape) -> ExpertsWeights[Linear]:
         experts=tuple(expert() for _ in range(shape.num_experts)),
         top_k=shape.top_k,
         is_normalized=shape.normalized,
+        clamp=CLAMP if shape.clamped else None,
     )
 
 
@@ -94,6 +105,7 @@ class Packed:
             ),
             top_k=weights.top_k,
             is_normalized=weights.is_normalized,
+            clamp=weights.clamp,
         )
         self._desc = self._packer.experts(packed)
 
@@ -189,6 +201,27 @@ def test_of_equal_scores_the_lower_index_is_chosen_and_nan_is_chosen_last(team: 
     assert sums[2:].isnan().all()
     chosen_MK = route(scores_ME, 3, is_normalized=True)[0]
     assert chosen_MK.tolist() == [[1, 7, 13], [5, 17, 0], [0, 1, 2], [0, 1, 2]]
+
+
+def test_gate_and_up_are_clamped_and_nan_stays(team: Team) -> None:
+    """Each expert gets its gate and up from its biases alone, and gives their product."""
+    extremes = torch.tensor([-torch.inf, -1e30, -1.6, -1.5, 0.0, 1.5, 1.6, 1e30, torch.inf, torch.nan])
+    gate_up_E2 = torch.cartesian_prod(extremes, extremes)
+    num_experts = len(gate_up_E2)
+    zeros = torch.zeros(32, 16, dtype=torch.bfloat16)
+    down = DenseLinear(weight_NK=torch.full((16, 16), 1 / 16, dtype=torch.bfloat16), bias_N=None)
+
+    def expert(gate_up_2: torch.Tensor) -> MlpWeights[Linear]:
+        bias_N = gate_up_2.repeat_interleave(16)
+        return MlpWeights(gate_up_proj=DenseLinear(weight_NK=zeros, bias_N=bias_N), down_proj=down)
+
+    experts = replace(
+        experts_of(Shape(16, 16, num_experts, 1, clamped=True)), experts=tuple(map(expert, gate_up_E2))
+    )
+    x_MD, scores_ME = torch.ones(num_experts, 16, dtype=torch.bfloat16), 1e4 * torch.eye(num_experts)
+    actual = Packed(team, experts).add(team, x_MD, scores_ME, torch.zeros(num_experts, 16))
+    expected = clamped_silu_mul(gate_up_E2, CLAMP.limit, CLAMP.alpha)
+    torch.testing.assert_close(actual, expected.expand(-1, 16), rtol=2**-8, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -109,7 +109,8 @@ def results(team: Team) -> Iterator[tuple[str, torch.Tensor]]:
     packed.append(dense(team, torch.randn(130, size).bfloat16(), torch.randn(130)))
     for m in (1, 2, 3, 4, 5, 13):
         yield from ((f"layer {i} m{m}", linear_float(team, rows[:m], w)) for i, w in enumerate(packed))
-    for shape in (Shape(96, 48, 21, 3), Shape(96, 48, 21, 3, bits=4, group=48, normalized=False)):
+    fp4 = [Shape(96, 64, 21, 3, 4, 32, only, fp4=True, clamped=True) for only in (False, True)]
+    for shape in (Shape(96, 48, 21, 3), Shape(96, 48, 21, 3, bits=4, group=48, normalized=False), *fp4):
         x_MD, scores_ME, residual_MD = inputs_of(shape, 9)
         experts = Packed(team, experts_of(shape))
         yield f"experts {shape}", experts.add(team, x_MD, scores_ME, residual_MD)

@@ -38,10 +38,11 @@ class Shape:
     bias: bool = False
     order: bool = False
     weight_only: bool = False
+    fp4: bool = False
 
     def __str__(self) -> str:
         flags = "-zeros" * self.zeros + "-bias" * self.bias + "-order" * self.order
-        flags += "-weight-only" * self.weight_only
+        flags += "-weight-only" * self.weight_only + "-fp4" * self.fp4
         return f"m{self.m}-n{self.n}-k{self.k}-w{self.bits}g{self.group}{flags}"
 
 
@@ -57,6 +58,7 @@ OF_BOTH = [
     Shape(301, 24, 2048, 8, 2048, bias=True),  # several blocks of rows
     Shape(301, 24, 2048, 4, 128, zeros=True),
     Shape(0, 64, 32, 8, 32),
+    *(Shape(m, 130, 320, 4, 32, bias=True, fp4=True) for m in (1, 2, 6, 9, 301)),
 ]
 SHAPES = [replace(shape, weight_only=weight_only) for weight_only in (False, True) for shape in OF_BOTH]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -72,11 +74,14 @@ def layer_of(shape: Shape, seed: int = 7) -> QuantizedLinear:
     return QuantizedLinear(
         codes_NK=codes(shape.n, shape.k),
         bits=shape.bits,
-        scales_NG=torch.rand(shape.n, num_groups, generator=generator) + 0.1,
+        scales_NG=torch.rand(shape.n, num_groups, generator=generator) + 0.1
+        if not shape.fp4
+        else torch.randint(-9, 4, (shape.n, num_groups), generator=generator).float().exp2(),
         zeros_NG=codes(shape.n, num_groups) if shape.zeros else None,
         order_K=torch.randperm(shape.k, generator=generator) if shape.order else None,
         bias_N=torch.randn(shape.n, generator=generator) if shape.bias else None,
         is_weight_only=shape.weight_only,
+        is_float=shape.fp4,
     )
 
 
@@ -135,6 +140,8 @@ def test_integers_are_exact_up_to_the_largest(team: Team) -> None:
         Shape(70, 192, 256, 4, 32, zeros=True),
         Shape(70, 192, 640, 8, 640, weight_only=True),
         Shape(70, 192, 256, 4, 32, zeros=True, weight_only=True),
+        Shape(70, 192, 256, 4, 32, fp4=True),
+        Shape(70, 192, 256, 4, 32, fp4=True, weight_only=True),
     ],
     ids=str,
 )

@@ -48,7 +48,12 @@ MODELS = {
     "phi3": {},
     "glm4": {},
 }
-MIXTURES = {"qwen3moe": {"num_key_value_heads": 1}, "olmoe": {"attention_bias": True}, "mixtral": {}}
+MIXTURES = {
+    "qwen3moe": {"num_key_value_heads": 1},
+    "olmoe": {"attention_bias": True},
+    "mixtral": {},
+    "gptoss": {"sliding_window": 17},
+}
 BF16_FACTOR = 1.1
 """The native path rounds to bf16 in a subset of the places where torch does: its residual stream stays float32."""
 

@@ -48,7 +48,9 @@ class DenseOps:
         self.values[layer].append(v_TKD)
         return apply_rotary(q_THD, *rotary)
 
-    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, window: int | None, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
         group = q_THD.shape[1] // self.keys[layer][0].shape[1]
         k_SHD = torch.cat(self.keys[layer]).repeat_interleave(group, dim=1)
         v_SHD = torch.cat(self.values[layer]).repeat_interleave(group, dim=1)
@@ -57,7 +59,11 @@ class DenseOps:
         hidden_TS = torch.ones(num_new, num_seen, dtype=torch.bool).triu(num_seen - num_new + 1)
         if window is not None:
             hidden_TS |= torch.ones(num_new, num_seen, dtype=torch.bool).tril(num_seen - num_new - window)
-        weights_HTS = scores_HTS.masked_fill(hidden_TS, -torch.inf).softmax(-1).to(q_THD.dtype)
+        scores_HTS = scores_HTS.masked_fill(hidden_TS, -torch.inf)
+        if sinks_H is not None:
+            sinks_HTS = sinks_H[:, None, None].float().expand(-1, num_new, 1)
+            scores_HTS = torch.cat([scores_HTS, sinks_HTS], -1)
+        weights_HTS = scores_HTS.softmax(-1)[..., :num_seen].to(q_THD.dtype)
         return torch.einsum("hts,shd->thd", weights_HTS, v_SHD)
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:

@@ -35,11 +35,15 @@ WIDE: dict[str, dict[str, Any]] = {
 """Widths that are multiples of the groups."""
 
 
+LAYER_TYPES = st.sampled_from(["full_attention", "sliding_attention"])
+CLAMPS = st.sampled_from([0.5, 2.0, 7.0])
+
+
 @st.composite
 def switches(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
     num_experts = draw(st.integers(1, 20))
     chosen: dict[str, Any] = {
-        "num_local_experts" if architecture == "mixtral" else "num_experts": num_experts,
+        "num_local_experts" if architecture in ("mixtral", "gptoss") else "num_experts": num_experts,
         "num_experts_per_tok": draw(st.integers(1, min(num_experts, 6))),
         "num_hidden_layers": 4,
         "intermediate_size": draw(st.sampled_from([40, 96])),
@@ -47,7 +51,13 @@ def switches(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
     }
     if architecture != "mixtral":
-        chosen["norm_topk_prob"], chosen["attention_bias"] = draw(st.booleans()), draw(st.booleans())
+        chosen["attention_bias"] = draw(st.booleans())
+    if architecture in ("qwen3moe", "olmoe"):
+        chosen["norm_topk_prob"] = draw(st.booleans())
+    if architecture == "gptoss":
+        chosen["layer_types"] = draw(st.none() | st.lists(LAYER_TYPES, min_size=4, max_size=4))
+        chosen["sliding_window"] = draw(st.sampled_from([1, 11, 29, 30, 60]))
+        chosen["swiglu_limit"], chosen["swiglu_alpha"] = draw(CLAMPS), draw(st.sampled_from([1.0, 1.702]))
     if architecture == "qwen3moe":
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2, 3]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, 3), max_size=3, unique=True))
@@ -77,6 +87,12 @@ def test_logits_equal_those_of_transformers(architecture: str, data: st.DataObje
         ("qwen3moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("gptoss", {"layer_types": ["full_attention"]}, "layer_types: has 1 layers"),
+        ("gptoss", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ("gptoss", {"rope_parameters": None}, "rope_scaling: is missing"),
+        ("gptoss", {"hidden_act": "gelu"}, "hidden_act"),
+        ("gptoss", {"swiglu_limit": 0.0}, "swiglu_limit"),
+        ("gptoss", {"num_experts_per_tok": 9}, "num_experts_per_tok: 9 of 6 experts"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(

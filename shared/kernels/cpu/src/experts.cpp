@@ -163,16 +163,19 @@ Rows Experts::rows_of_slots(Team& team, const bf16* x, const int64_t* rows, cons
   return {values};
 }
 
-// product [slots][size] = silu(gate) * up. An expert's panels follow each other in memory, and so do its tasks.
+// product [slots][size] = silu(gate) * up, or what clamps both. An expert's panels follow each other in memory, and so do its tasks.
 void Experts::gate_up(Team& team, const ExpertsDesc& experts, const Rows& x, bf16* product) {
   const int64_t panels = panels_of(experts.gate_up[0]);
   team.each(int64_t(blocks_.size()) * panels, [&](int64_t task) {
     const Block& block = blocks_[task / panels];
     const PackedLinear& w = experts.gate_up[block.expert];
-    const SiluMul epilogue{product, w.bias, w.n / 2};
     const int64_t panel = task % panels;
-    rows_times_panel(x, block.begin, block.end, w, panel, panel_begin(w, (panel + team.size()) % panels),
-                     [&](int64_t slot, const float* y) { epilogue(slot, panel, y); });
+    const auto multiply = [&](const auto& epilogue) {
+      rows_times_panel(x, block.begin, block.end, w, panel, panel_begin(w, (panel + team.size()) % panels),
+                       [&](int64_t slot, const float* y) { epilogue(slot, panel, y); });
+    };
+    if (experts.limit > 0) multiply(ClampedSiluMul{product, w.bias, w.n / 2, experts.limit, experts.alpha});
+    else multiply(SiluMul{product, w.bias, w.n / 2});
   });
 }
 

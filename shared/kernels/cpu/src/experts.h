@@ -19,6 +19,7 @@ struct ExpertsDesc {
   const PackedLinear* down;     // [num_experts]
   int64_t num_experts, top_k;
   int64_t normalized;           // 1: the weights of a token's experts add up to 1
+  float limit, alpha;           // of ClampedSiluMul (linear_epilogue.h). limit 0: SiluMul
 };
 
 // Keeps the memory that it needs from call to call.

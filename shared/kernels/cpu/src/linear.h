@@ -24,14 +24,16 @@ constexpr int64_t kPanel = 64;
 // prefetch keeps too few lines on their way: with this one, steps of up to 6 rows take 0.65 to 0.95 of the time on Xeons.
 constexpr int64_t kAhead = 4096;
 
-// A weight. A code stands for (code - zero) * scale; scales and zeros are [n / 64][k / group][64], as panels are.
+// A weight. A code stands for (code - zero) * scale; scales and zeros are [n / 64][k / group][64], as panels are. Codes of
+// FP4 and their scales are described in code_kinds.h.
 struct PackedLinear {
   const void* panels;
   const float* bias;  // [n], or null
   int64_t n, k;
   int64_t bits;          // 16: bf16. 8 and 4: codes, unsigned
+  int64_t is_float;      // 1: codes of 4 bits are FP4
   int64_t group;         // k that share a scale. The fields from here on are those of codes
-  const float* scales;
+  const void* scales;    // float32; of FP4 uint8
   const uint8_t* zeros;  // null: all are 2^(bits - 1)
   const int32_t* order;  // [k], the column of x for each k. Null: k itself
   int64_t weight_only;   // 1: x stays bf16 (linear_weight_only.h). In each four codes the middle two are exchanged

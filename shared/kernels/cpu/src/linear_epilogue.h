@@ -56,4 +56,27 @@ struct SiluMul {
   }
 };
 
+// gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit` and up within it. A NaN stays one.
+struct ClampedSiluMul {
+  bf16* out;
+  const float* bias;  // as that of SiluMul
+  int64_t size;
+  float limit, alpha;
+
+  void operator()(int64_t row, int64_t panel, const float* y) const {
+    constexpr int64_t half = kPanel / 2;
+    for (int64_t i = 0, column = panel * half; i < half; i += 16, column += 16) {
+      const Lanes lanes = lanes_below(size, column);
+      const Floats gate = at_most_limit(with_bias(y + i, bias, column, lanes));
+      const Floats up = at_least_minus_limit(at_most_limit(with_bias(y + half + i, bias, size + column, lanes)));
+      const Floats one_plus_exp = floats(1.0f) + exp16(floats(0.0f) - floats(alpha) * gate);
+      store_lanes(out + row * size + column, lanes, gate / one_plus_exp * (up + floats(1.0f)));
+    }
+  }
+
+ private:
+  Floats at_most_limit(Floats x) const { return select(less(floats(limit), x), floats(limit), x); }
+  Floats at_least_minus_limit(Floats x) const { return select(less(x, floats(-limit)), floats(-limit), x); }
+};
+
 }  // namespace baton

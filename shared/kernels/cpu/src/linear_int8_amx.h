@@ -33,15 +33,15 @@ inline void add_tiles(const int8_t* x, int64_t stride, const uint8_t* panel, int
 }
 
 // The codes of a group as bytes: those of 8 bits where they are, those of 4 bits in `bytes`.
-template <int Bits>
+template <class Code>
 const uint8_t* bytes_of(const uint8_t* panel, int64_t group, uint8_t* bytes) {
-  if constexpr (Bits == 8) return panel;
+  if constexpr (Code::kBits == 8) return panel;
   for (int64_t unit = 0; unit < group / 8; unit++)
     for (int64_t i = 0; i < 4 * kPanel; i += 64) {
       const Words both = load_words(panel + unit * 4 * kPanel + i);
       uint8_t* const to = bytes + unit * 8 * kPanel + i;
-      store(to, lower_nibbles(both));
-      store(to + 4 * kPanel, upper_nibbles(both));
+      store(to, Code::of_nibbles(lower_nibbles(both)));
+      store(to + 4 * kPanel, Code::of_nibbles(upper_nibbles(both)));
     }
   return bytes;
 }
@@ -58,12 +58,12 @@ inline void configure(int64_t rows, int64_t step) {
 }
 
 // Calls finish(row, y) for rows [begin, end) of x times the panel.
-template <int Bits, class Finish>
-void rows_times_panel_by_tiles(const Codes& x, int64_t begin, int64_t end, const Panel& panel, Finish&& finish) {
+template <class Code, class Finish>
+void rows_times_panel_by_tiles(const Codes& x, int64_t begin, int64_t end, const Panel<Code>& panel, Finish&& finish) {
   alignas(64) static thread_local float y[kBlockRows * kPanel];
   alignas(64) static thread_local int32_t sums[kBlockRows * kPanel];
-  alignas(64) static thread_local uint8_t bytes[Bits == 4 ? kUnpacked * kPanel : 64];
-  const int64_t groups = x.groups(), step = tile_k(x.group), part = Bits == 4 ? kUnpacked : x.group;
+  alignas(64) static thread_local uint8_t bytes[Code::kBits == 4 ? kUnpacked * kPanel : 64];
+  const int64_t groups = x.groups(), step = tile_k(x.group), part = Code::kBits == 4 ? kUnpacked : x.group;
   int64_t configured = 0;
   for (int64_t first = begin; first < end; first += kBlockRows) {
     const int64_t last = std::min(end, first + kBlockRows);
@@ -71,7 +71,7 @@ void rows_times_panel_by_tiles(const Codes& x, int64_t begin, int64_t end, const
       std::memset(sums, 0, size_t(last - first) * kPanel * sizeof(int32_t));
       for (int64_t k = g * x.group; k < (g + 1) * x.group; k += part) {
         const int64_t size = std::min(part, (g + 1) * x.group - k);
-        const uint8_t* const codes = bytes_of<Bits>(panel.codes + k * Bits / 8 * kPanel, size, bytes);
+        const uint8_t* const codes = bytes_of<Code>(panel.codes + k * Code::kBits / 8 * kPanel, size, bytes);
         for (int64_t row = first; row < last; row += kTileRows) {
           const int64_t rows = std::min(kTileRows, last - row);
           if (rows != configured) configure(configured = rows, step);
@@ -83,9 +83,9 @@ void rows_times_panel_by_tiles(const Codes& x, int64_t begin, int64_t end, const
         for (int j = 0; j < 4; j++) {
           const uint8_t* const zeros = panel.zeros ? panel.zeros + g * kPanel + 16 * j : nullptr;
           total[j] = add(load_words(sums + (row - first) * kPanel + 16 * j),
-                                      first_sums<Bits>(zeros, x.sums[row * groups + g]));
+                                      first_sums<Code>(zeros, x.sums[row * groups + g]));
         }
-        scale_sums(total, x.scales[row * groups + g], panel.scales + g * kPanel, g == 0, y + (row - first) * kPanel);
+        scale_sums<Code>(total, x.scales[row * groups + g], panel.scales + g * kPanel, g == 0, y + (row - first) * kPanel);
       }
     }
     for (int64_t row = first; row < last; row++) finish(row, y + (row - first) * kPanel);

@@ -49,17 +49,17 @@ void values_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, co
   vectors::rows_times_panel(x, begin, end, k, weights, reinterpret_cast<const bf16*>(next), finish);
 }
 
-template <int Bits, class Finish>
+template <class Code, class Finish>
 void codes_times_panel(const Rows& x, int64_t begin, int64_t end, const PackedLinear& w, int64_t panel, const char* next,
                        Finish&& finish) {
-  const int8::Panel codes = int8::panel_of(w, panel);
+  const int8::Panel<Code> codes = int8::panel_of<Code>(w, panel);
   if (w.weight_only)
-    return weight_only::rows_times_panel<Bits>(x.values, begin, end, w.k, w.group, codes, finish);
+    return weight_only::rows_times_panel<Code>(x.values, begin, end, w.k, w.group, codes, finish);
 #ifdef BATON_HAS_AMX
   if (int8::use_tiles(end - begin, x.codes.group))
-    return int8::rows_times_panel_by_tiles<Bits>(x.codes, begin, end, codes, finish);
+    return int8::rows_times_panel_by_tiles<Code>(x.codes, begin, end, codes, finish);
 #endif
-  int8::rows_times_panel<Bits>(x.codes, begin, end, codes, reinterpret_cast<const uint8_t*>(next), finish);
+  int8::rows_times_panel<Code>(x.codes, begin, end, codes, reinterpret_cast<const uint8_t*>(next), finish);
 }
 
 // Calls finish(row, y) for rows [begin, end) of x times a panel of w: y are the 64 sums of the panel's columns. `next` is
@@ -68,8 +68,10 @@ template <class Finish>
 void rows_times_panel(const Rows& x, int64_t begin, int64_t end, const PackedLinear& w, int64_t panel, const char* next,
                       Finish&& finish) {
   switch (w.bits) {
-    case 4: return codes_times_panel<4>(x, begin, end, w, panel, next, finish);
-    case 8: return codes_times_panel<8>(x, begin, end, w, panel, next, finish);
+    case 4:
+      return w.is_float ? codes_times_panel<Fp4>(x, begin, end, w, panel, next, finish)
+                        : codes_times_panel<Int4>(x, begin, end, w, panel, next, finish);
+    case 8: return codes_times_panel<Int8>(x, begin, end, w, panel, next, finish);
     default: return values_times_panel(x.values, begin, end, w.k, panel_begin(w, panel), next, finish);
   }
 }

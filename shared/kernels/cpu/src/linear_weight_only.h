@@ -41,10 +41,10 @@ struct Pairs {
   Words first, second;
 };
 
-template <int Bits>
+template <class Code>
 Pairs pairs_of(Words codes, Words zero) {
 #ifdef __AVX512VBMI__
-  if constexpr (Bits == 4) {
+  if constexpr (Code::kBits == 4) {
     const Words n = _mm512_sub_epi8(codes, multiply(zero, words(0x01010101)));
     const Words low = _mm512_permutexvar_epi8(n, load_words(kSmallNumbers.low));
     const Words high = _mm512_permutexvar_epi8(n, load_words(kSmallNumbers.high));
@@ -65,60 +65,61 @@ Pairs pairs_of(Words codes, Words zero) {
 }
 
 // A part of a group of a panel: k [first, first + size).
+template <class Code>
 struct Part {
   const uint8_t* codes;
-  const uint8_t* zeros;  // [64], or null
-  const float* scales;   // [64]
+  const uint8_t* zeros;                // [64], or null
+  const typename Code::Scale* scales;  // [64]
   int64_t size;
 };
 
-template <int Bits>
-Part part_of(const int8::Panel& panel, int64_t group, int64_t first, int64_t size) {
+template <class Code>
+Part<Code> part_of(const int8::Panel<Code>& panel, int64_t group, int64_t first, int64_t size) {
   const uint8_t* const zeros = panel.zeros ? panel.zeros + group * kPanel : nullptr;
-  return {panel.codes + first * Bits / 8 * kPanel, zeros, panel.scales + group * kPanel, size};
+  return {panel.codes + first * Code::kBits / 8 * kPanel, zeros, panel.scales + group * kPanel, size};
 }
 
-template <int Bits>
-Words zero_of(const Part& part, int j) {
-  if (part.zeros == nullptr) return words(1 << (Bits - 1));
+template <class Code>
+Words zero_of(const Part<Code>& part, int j) {
+  if (part.zeros == nullptr) return words(Code::kZero);
   return from_unsigned(_mm_loadu_si128(reinterpret_cast<const __m128i*>(part.zeros + 16 * j)));
 }
 
 // Calls take(i, w) for each pair of k of a unit: 16 columns of two bf16.
-template <int Bits, class Take>
+template <class Code, class Take>
 void each_pair(Words unit, Words zero, Take&& take) {
   const auto four = [&](int i, Words codes) {
-    const Pairs pairs = pairs_of<Bits>(codes, zero);
+    const Pairs pairs = pairs_of<Code>(codes, zero);
     take(i, pairs.first), take(i + 1, pairs.second);
   };
-  if constexpr (Bits == 8) return four(0, unit);
-  four(0, lower_nibbles(unit)), four(2, upper_nibbles(unit));
+  if constexpr (Code::kBits == 8) return four(0, unit);
+  four(0, Code::of_nibbles(lower_nibbles(unit))), four(2, Code::of_nibbles(upper_nibbles(unit)));
 }
 
 // to [size / 2][64][2] = the part, less its zeros.
-template <int Bits>
-void unpack(const Part& part, bf16* to) {
-  constexpr int64_t kCodes = 32 / Bits;  // of a unit
+template <class Code>
+void unpack(const Part<Code>& part, bf16* to) {
+  constexpr int64_t kCodes = 32 / Code::kBits;  // of a unit
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    const Words zero = zero_of<Bits>(part, j);
+    const Words zero = zero_of<Code>(part, j);
     for (int64_t unit = 0; unit < part.size / kCodes; unit++) {
       bf16* const out = to + unit * kCodes * kPanel + 32 * j;
-      each_pair<Bits>(load_words(part.codes + unit * 4 * kPanel + 64 * j), zero,
+      each_pair<Code>(load_words(part.codes + unit * 4 * kPanel + 64 * j), zero,
                       [&](int i, Words w) { store(out + 2 * i * kPanel, w); });
     }
   }
 }
 
 // sums [R][16 * J] from column 16 * first on, which are those of the unpacked part by vectors, without storing it.
-template <int Bits, int R, int J>
-inline void sum_few_columns(const Part& part, int first, const bf16* x, int64_t stride, float* y) {
-  constexpr int64_t kCodes = 32 / Bits;
+template <class Code, int R, int J>
+inline void sum_few_columns(const Part<Code>& part, int first, const bf16* x, int64_t stride, float* y) {
+  constexpr int64_t kCodes = 32 / Code::kBits;
   Floats sums[R][J];
   Words zero[J];
 #pragma GCC unroll 4
   for (int j = 0; j < J; j++) {
-    zero[j] = zero_of<Bits>(part, first + j);
+    zero[j] = zero_of<Code>(part, first + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) sums[r][j] = floats(0.0f);
   }
@@ -127,7 +128,7 @@ inline void sum_few_columns(const Part& part, int first, const bf16* x, int64_t 
     for (int j = 0; j < J; j++) {
       const uint8_t* const codes = part.codes + unit * 4 * kPanel + 64 * (first + j);
       _mm_prefetch(codes + kAhead, _MM_HINT_T1);
-      each_pair<Bits>(load_words(codes), zero[j], [&](int i, Words w) {
+      each_pair<Code>(load_words(codes), zero[j], [&](int i, Words w) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           int32_t both;
@@ -142,14 +143,14 @@ inline void sum_few_columns(const Part& part, int first, const bf16* x, int64_t 
     for (int j = 0; j < J; j++) store(y + r * kPanel + 16 * (first + j), sums[r][j]);
 }
 
-template <int Bits, int R>
-void sum_few(const Part& part, const bf16* x, int64_t stride, float* y) {
+template <class Code, int R>
+void sum_few(const Part<Code>& part, const bf16* x, int64_t stride, float* y) {
   constexpr int J = vectors_at_once(R);
-  for (int j = 0; j < 4; j += J) sum_few_columns<Bits, R, J>(part, j, x, stride, y);
+  for (int j = 0; j < 4; j += J) sum_few_columns<Code, R, J>(part, j, x, stride, y);
 }
 
 // Multiplies rows of x by parts: by tiles where they fit, a few rows without unpacking, others by vectors.
-template <int Bits>
+template <class Code>
 class Product {
  public:
   Product(int64_t num_rows, [[maybe_unused]] int64_t group) {
@@ -167,18 +168,18 @@ class Product {
   Product(const Product&) = delete;
   Product& operator=(const Product&) = delete;
 
-  void begin(const Part& part) {
+  void begin(const Part<Code>& part) {
     part_ = part;
-    if (!are_few_) unpack<Bits>(part, unpacked_);
+    if (!are_few_) unpack<Code>(part, unpacked_);
   }
 
   // sums [rows][64] of up to max_rows rows of x, `stride` elements from row to row.
   void operator()(const bf16* x, int64_t stride, int64_t rows, float* sums) {
     if (are_few_) switch (rows) {
-      case 1: return sum_few<Bits, 1>(part_, x, stride, sums);
-      case 2: return sum_few<Bits, 2>(part_, x, stride, sums);
-      case 3: return sum_few<Bits, 3>(part_, x, stride, sums);
-      default: return sum_few<Bits, 4>(part_, x, stride, sums);
+      case 1: return sum_few<Code, 1>(part_, x, stride, sums);
+      case 2: return sum_few<Code, 2>(part_, x, stride, sums);
+      case 3: return sum_few<Code, 3>(part_, x, stride, sums);
+      default: return sum_few<Code, 4>(part_, x, stride, sums);
     }
 #ifdef BATON_HAS_AMX
     if (by_tiles_) {
@@ -195,37 +196,38 @@ class Product {
 
  private:
   alignas(64) bf16 unpacked_[kPart * kPanel];
-  Part part_{};
+  Part<Code> part_{};
   bool by_tiles_ = false, are_few_;
   [[maybe_unused]] int configured_ = 0;
 };
 
 // y [64] (+)= sums * scales.
-inline void scale_sums(const float* sums, const float* scales, bool is_first, float* y) {
+template <class Code>
+void scale_sums(const float* sums, const typename Code::Scale* scales, bool is_first, float* y) {
 #pragma GCC unroll 4
   for (int i = 0; i < kPanel; i += 16) {
-    const Floats sum = load_floats(sums + i), scale = load_floats(scales + i);
+    const Floats sum = load_floats(sums + i), scale = Code::scales(scales + i);
     store(y + i, is_first ? sum * scale : fmadd(sum, scale, load_floats(y + i)));
   }
 }
 
 // Calls finish(row, y) for rows [begin, end) of x, which are in the order of the weight, times the panel.
-template <int Bits, class Finish>
-void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, int64_t group, const int8::Panel& panel,
+template <class Code, class Finish>
+void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, int64_t group, const int8::Panel<Code>& panel,
                       Finish&& finish) {
   alignas(64) float sums[kMaxRows * kPanel], y[kBlockRows * kPanel];
-  Product<Bits> product(end - begin, group);
+  Product<Code> product(end - begin, group);
   for (int64_t first = begin; first < end; first += kBlockRows) {
     const int64_t last = std::min(end, first + kBlockRows);
     for (int64_t at = 0; at < k;) {
       const int64_t g = at / group, size = std::min(kPart, (g + 1) * group - at);
-      const Part part = part_of<Bits>(panel, g, at, size);
+      const Part<Code> part = part_of<Code>(panel, g, at, size);
       product.begin(part);
       for (int64_t row = first; row < last;) {
         const int64_t rows = std::min(product.max_rows, last - row);
         product(x + row * k + at, k, rows, sums);
         for (int64_t r = 0; r < rows; r++, row++)
-          scale_sums(sums + r * kPanel, part.scales, at == 0, y + (row - first) * kPanel);
+          scale_sums<Code>(sums + r * kPanel, part.scales, at == 0, y + (row - first) * kPanel);
       }
       at += size;
     }

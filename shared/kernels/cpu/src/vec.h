@@ -88,7 +88,7 @@ inline Floats dot_pairs(Floats acc, Words a, Words b) {
 }
 
 // dot_quads<Bits>(acc, w, x): acc[i] += w[4i] * x[4i] + ... + w[4i + 3] * x[4i + 3] for 64 unsigned bytes in w, below
-// 2^Bits, and 64 signed ones in x. Exact.
+// 256, and below 32 where Bits is 4, and 64 signed ones in x. Exact.
 
 // Of each byte the lower four bits, and the upper four.
 inline Words lower_nibbles(Words x) { return x & words(0x0f0f0f0f); }
