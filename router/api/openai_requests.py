@@ -386,7 +386,10 @@ def _message(message: ChatInputMessage, where: str) -> dict[str, object]:
     if not calls:
         return {name: value for name, value in fields.items() if name != "tool_calls"}
     named = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
-    return {**fields, "tool_calls": named}
+    thoughts = fields.get("reasoning_content")
+    # The template of gpt-oss has this name, and refuses a call with both thoughts and text.
+    thinking = {"thinking": thoughts} if thoughts and not content else {}
+    return {**thinking, **fields, "tool_calls": named}
 
 
 def _call(call: EarlierCall, where: str) -> dict[str, object]:

@@ -21,7 +21,7 @@ from tests.unit.router.test_reply_parser import OWN_TEMPLATE
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.thinking }}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -170,9 +170,12 @@ async def test_what_the_template_sees(folder: Path) -> None:
         {"role": "user", "content": [{"type": "text", "text": "War"}, {"type": "text", "text": "m?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "tool_call_id": "c", "content": "21 °C"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "assistant", "content": "Wait.", "tool_calls": [call], "reasoning_content": "Hm."},
         {"role": "assistant", "content": "Yes", "tool_calls": []},
     ]
-    past = f"<system>Be brief.<user>Warm?<assistant>(weather {ARGUMENTS})<tool>21 °C<assistant>Yes"
+    past = f"<system>Be brief.<user>Warm?<assistant>(weather {ARGUMENTS})<tool>21 °C"
+    past += f"<assistant>Hm.(weather {ARGUMENTS})<assistant>Wait.(weather {ARGUMENTS})<assistant>Yes"
     shown = '[{"name": "weather", "parameters": ' + json.dumps(CITY) + '}][{"name": "now"}]'
 
     async with with_client(folder, "fine") as (client, decode):
