@@ -6,13 +6,14 @@
 
 namespace baton {
 
-// A byte is a code itself.
+// A byte is a code itself. Of codes of 4 bits a byte in memory has two.
 template <int Bits>
 struct Whole {
   static constexpr int kBits = Bits, kZero = 1 << (Bits - 1);  // the zero where a weight has none of its own
   using Scale = float;
 
-  static Words of_nibbles(Words nibbles) { return nibbles; }
+  static Words lower(Words codes) { return lower_nibbles(codes); }
+  static Words upper(Words codes) { return upper_nibbles(codes); }
   static Floats scales(const Scale* p) { return load_floats(p); }
 };
 using Int8 = Whole<8>;
@@ -24,9 +25,10 @@ struct Fp4 {
   static constexpr int kBits = 4, kZero = 12;
   using Scale = uint8_t;
 
-  static Words of_nibbles(Words nibbles) {
-    return look_up(nibbles, _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  static Words lower(Words codes) {
+    return look_up(codes, _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   }
+  static Words upper(Words codes) { return lower(shift_right(codes, 4)); }
   static Floats scales(const Scale* p) {
     return as_floats(shift_left(from_unsigned(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 23));
   }

@@ -43,10 +43,10 @@ inline void add_products(const Group& group, int64_t fetched, const char* ahead,
     } else {
       Words codes[J];
 #pragma GCC unroll 4
-      for (int j = 0; j < J; j++) codes[j] = Code::of_nibbles(lower_nibbles(w[j]));
+      for (int j = 0; j < J; j++) codes[j] = Code::lower(w[j]);
       add(codes, kCodes * unit);
 #pragma GCC unroll 4
-      for (int j = 0; j < J; j++) codes[j] = Code::of_nibbles(upper_nibbles(w[j]));
+      for (int j = 0; j < J; j++) codes[j] = Code::upper(w[j]);
       add(codes, kCodes * unit + 4);
     }
   }
@@ -75,12 +75,23 @@ inline Words first_sums(const uint8_t* zeros, int32_t sum_of_x) {
   return multiply(from_unsigned(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))), words(-sum_of_x));
 }
 
+// The scales of 16 * J columns.
+template <class Code, int J>
+struct Scales {
+  Floats of[J];
+
+  explicit Scales(const typename Code::Scale* p) {
+#pragma GCC unroll 4
+    for (int j = 0; j < J; j++) of[j] = Code::scales(p + 16 * j);
+  }
+};
+
 // y [16 * J] (+)= sums * scales of x and of the columns.
 template <class Code, int J>
-void scale_sums(const Words (&sums)[J], float scale_of_x, const typename Code::Scale* scales, bool is_first, float* y) {
+void scale_sums(const Words (&sums)[J], float scale_of_x, const Scales<Code, J>& scales, bool is_first, float* y) {
 #pragma GCC unroll 4
   for (int j = 0; j < J; j++) {
-    const Floats scale = floats(scale_of_x) * Code::scales(scales + 16 * j);
+    const Floats scale = floats(scale_of_x) * scales.of[j];
     const Floats sum = to_floats(sums[j]);
     store(y + 16 * j, is_first ? sum * scale : fmadd(sum, scale, load_floats(y + 16 * j)));
   }
@@ -99,9 +110,10 @@ inline void sum_columns(const Codes& x, int64_t row, const Panel<Code>& panel, i
       sums[r][j] = first_sums<Code>(panel.zeros ? panel.zeros + at + 16 * j : nullptr, x.sums[(row + r) * groups + g]);
   const uint8_t* const codes = panel.codes + g * units * 4 * kPanel + 4 * column;
   add_products<Code>(Group{codes, x.values + row * x.k + g * x.group, x.k, units}, fetched, ahead, sums);
+  const Scales<Code, J> scales(panel.scales + at);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    scale_sums<Code>(sums[r], x.scales[(row + r) * groups + g], panel.scales + at, g == 0, y + r * kPanel + column);
+    scale_sums(sums[r], x.scales[(row + r) * groups + g], scales, g == 0, y + r * kPanel + column);
 }
 
 // y [R][64] of rows [row, row + R).

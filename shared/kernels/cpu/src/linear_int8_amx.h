@@ -40,8 +40,8 @@ const uint8_t* bytes_of(const uint8_t* panel, int64_t group, uint8_t* bytes) {
     for (int64_t i = 0; i < 4 * kPanel; i += 64) {
       const Words both = load_words(panel + unit * 4 * kPanel + i);
       uint8_t* const to = bytes + unit * 8 * kPanel + i;
-      store(to, Code::of_nibbles(lower_nibbles(both)));
-      store(to + 4 * kPanel, Code::of_nibbles(upper_nibbles(both)));
+      store(to, Code::lower(both));
+      store(to + 4 * kPanel, Code::upper(both));
     }
   return bytes;
 }
@@ -78,6 +78,7 @@ void rows_times_panel_by_tiles(const Codes& x, int64_t begin, int64_t end, const
           add_tiles(x.values + row * x.k + k, x.k, codes, size, step, sums + (row - first) * kPanel);
         }
       }
+      const Scales<Code, 4> scales(panel.scales + g * kPanel);
       for (int64_t row = first; row < last; row++) {
         Words total[4];
         for (int j = 0; j < 4; j++) {
@@ -85,7 +86,7 @@ void rows_times_panel_by_tiles(const Codes& x, int64_t begin, int64_t end, const
           total[j] = add(load_words(sums + (row - first) * kPanel + 16 * j),
                                       first_sums<Code>(zeros, x.sums[row * groups + g]));
         }
-        scale_sums<Code>(total, x.scales[row * groups + g], panel.scales + g * kPanel, g == 0, y + (row - first) * kPanel);
+        scale_sums(total, x.scales[row * groups + g], scales, g == 0, y + (row - first) * kPanel);
       }
     }
     for (int64_t row = first; row < last; row++) finish(row, y + (row - first) * kPanel);

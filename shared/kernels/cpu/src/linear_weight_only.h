@@ -93,7 +93,7 @@ void each_pair(Words unit, Words zero, Take&& take) {
     take(i, pairs.first), take(i + 1, pairs.second);
   };
   if constexpr (Code::kBits == 8) return four(0, unit);
-  four(0, Code::of_nibbles(lower_nibbles(unit))), four(2, Code::of_nibbles(upper_nibbles(unit)));
+  four(0, Code::lower(unit)), four(2, Code::upper(unit));
 }
 
 // to [size / 2][64][2] = the part, less its zeros.

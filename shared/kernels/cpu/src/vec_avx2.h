@@ -134,9 +134,9 @@ template <class F> int32_t fold(Words x, F&& f) {
   for (int i = 1; i < 16; i++) result = f(result, lanes[i]);
   return result;
 }
-inline Words look_up(Words nibbles, __m128i table) {  // a byte of the table for each byte below 16
-  const __m256i both = _mm256_broadcastsi128_si256(table);
-  return {_mm256_shuffle_epi8(both, nibbles.lower), _mm256_shuffle_epi8(both, nibbles.upper)};
+inline Words look_up(Words x, __m128i table) {  // a byte of the table for the lower four bits of each byte
+  const __m256i both = _mm256_broadcastsi128_si256(table), mask = _mm256_set1_epi8(0x0f);
+  return {_mm256_shuffle_epi8(both, x.lower & mask), _mm256_shuffle_epi8(both, x.upper & mask)};
 }
 inline int32_t sum_lanes(Words x) { return fold(x, [](int32_t a, int32_t b) { return a + b; }); }
 inline int32_t max_lanes(Words x) { return fold(x, [](int32_t a, int32_t b) { return std::max(a, b); }); }

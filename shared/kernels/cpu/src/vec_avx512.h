@@ -64,8 +64,13 @@ inline Words interleave_low_64(Words a, Words b) { return _mm512_unpacklo_epi64(
 inline Words interleave_high_64(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
 inline Words even_quarters(Words a, Words b) { return _mm512_shuffle_i32x4(a, b, 0x88); }
 inline Words odd_quarters(Words a, Words b) { return _mm512_shuffle_i32x4(a, b, 0xdd); }
-inline Words look_up(Words nibbles, __m128i table) {  // a byte of the table for each byte below 16
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
+inline Words look_up(Words x, __m128i table) {  // a byte of the table for the lower four bits of each byte
+  const __m512i four = _mm512_broadcast_i32x4(table);
+#ifdef __AVX512VBMI__
+  return _mm512_permutexvar_epi8(x, four);  // by the lower six bits
+#else
+  return _mm512_shuffle_epi8(four, _mm512_and_si512(x, _mm512_set1_epi8(0x0f)));
+#endif
 }
 inline int32_t sum_lanes(Words x) { return _mm512_reduce_add_epi32(x); }
 inline int32_t max_lanes(Words x) { return _mm512_reduce_max_epi32(x); }
