@@ -118,6 +118,7 @@ class BlockAttentionPlan:
         k_pages_NKSD: torch.Tensor,
         v_pages_NKSD: torch.Tensor,
         window: int | None,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         words: np.ndarray = self.words.numpy()
         stride, table, work = (words[at] for at in (Header.TABLE_STRIDE, Header.PAGE_TABLE, Header.WORK))
@@ -129,7 +130,7 @@ class BlockAttentionPlan:
             pages_P = torch.from_numpy(words[table + b * stride : table + (b + 1) * stride]).long()
             part = slice(first, first + length)
             out_THD[part] = extend_attention(
-                q_THD[part], k_pages_NKSD, v_pages_NKSD, pages_P[None], [start], [length], window
+                q_THD[part], k_pages_NKSD, v_pages_NKSD, pages_P[None], [start], [length], window, sinks_H
             )
         return out_THD
 
@@ -186,8 +187,10 @@ class RowwiseOps:
     def norm_rope_write(self, *args: Any) -> torch.Tensor:
         return self.ops.norm_rope_write(*args)
 
-    def attend(self, layer: int, q_THD: torch.Tensor, window: int | None) -> torch.Tensor:
-        return self.ops.attend(layer, q_THD, window)
+    def attend(
+        self, layer: int, q_THD: torch.Tensor, window: int | None, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.ops.attend(layer, q_THD, window, sinks_H)
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         return self.ops.silu_mul(gate_up_TG)

@@ -1,8 +1,8 @@
 """How near is a single stream of a mixture of experts to what reading its weights takes?
 
-Decode steps of a model with the widths of Qwen3-30B-A3B, in fewer layers and with a smaller vocabulary, on the node's
-own engine. Its experts are ten times the largest cache, and each step has another token, so a step reads experts that
-no cache has. In turn with the steps, on the same cores:
+Decode steps of models with the widths of Qwen3-30B-A3B and gpt-oss-20b, in fewer layers and with a smaller
+vocabulary, on the node's own engine. Their experts are ten times the largest cache, and each step has another token,
+so a step reads experts that no cache has. In turn with the steps, on the same cores:
 
     read_gb_s    a streaming read of memory that lies in no cache
     ratio_read   what reading once the weights of a token would take / the step: attention, routers, the experts of a
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,28 +53,62 @@ EXPERTS = {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
+# https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json has 24 layers and a vocabulary of 201,088.
+GPT_OSS_SHAPE = Shape(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    hidden_size=2880,
+    num_layers=4,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    intermediate_size=2880,
+    tie_word_embeddings=False,
+)
+GPT_OSS_EXPERTS = {
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "rope_scaling": {"rope_type": "default"},
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 CONTEXT, STEPS = 64, 8
+
+
+class Mixture(NamedTuple):
+    """A config, and how its weights are quantized while they are loaded. None: as the config says."""
+
+    model: str
+    shape: Shape
+    fields: dict[str, Any]
+    quantization: str | None
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B", SHAPE, EXPERTS, "int4"),
+    Mixture("Qwen3-30B-A3B", SHAPE, EXPERTS, "int8"),
+    Mixture("gpt-oss-20b", GPT_OSS_SHAPE, GPT_OSS_EXPERTS, None),
+)
 
 
 def main() -> Iterator[dict[str, Any]]:
     """Weights of 4 and 8 bits, on one core and on all."""
     cores = usable_cores()
-    for quantization in ("int4", "int8"):
-        yield from measure(quantization, cores[:1])
+    for mixture in MIXTURES:
+        yield from measure(mixture, cores[:1])
         if len(cores) > 1:
-            yield from measure(quantization, cores)
+            yield from measure(mixture, cores)
 
 
-def measure(quantization: str, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
+def measure(mixture: Mixture, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One engine."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "config.json"
-        write_configs(path.parent, SHAPE)
-        path.write_text(json.dumps(json.loads(path.read_text()) | EXPERTS))
+        write_configs(path.parent, mixture.shape)
+        path.write_text(json.dumps(json.loads(path.read_text()) | mixture.fields))
         options = ModelOptions(
             model=name,
             load_format="dummy",
-            quantization=quantization,
+            quantization=mixture.quantization,
             cpu_cores=CpuCores(len(cores), tuple(cores)),
         )
         config = resolve_quantization(options, load_model_config(path.parent))
@@ -84,14 +118,15 @@ def measure(quantization: str, cores: Sequence[int]) -> Iterator[dict[str, Any]]
                 cache=CacheOptions(max_total_tokens=16 * CONTEXT, page_size=PAGE_SIZE),
                 schedule=ScheduleOptions(max_running_requests=1),
             ),
-            SHAPE,
+            mixture.shape,
         )
     read, nbytes = StreamingRead(cores), token_nbytes(config)
     try:
         gb_s, step_s = in_turn([read.gb_s, steps_of(forwards)], about_s=10.0)
         yield {
             "bench": "experts",
-            "weights": quantization,
+            "model": mixture.model,
+            "weights": mixture.quantization or "mxfp4",
             "kernels": forwards.kernels,
             "cores": len(cores),
             "token_mb": round(nbytes / 1e6),
@@ -109,7 +144,7 @@ def steps_of(forwards: Forwards) -> Callable[[], float]:
     tokens, step = np.random.default_rng(0), forwards.decode(1, CONTEXT)
 
     def seconds() -> float:
-        drawn = [int(token) for token in tokens.integers(SHAPE.vocab_size, size=STEPS)]
+        drawn = [int(token) for token in tokens.integers(forwards.shape.vocab_size, size=STEPS)]
         return sum(forwards.seconds(replace(step, future_writes=((0, token),))) for token in drawn) / STEPS
 
     return seconds
