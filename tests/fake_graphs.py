@@ -17,8 +17,10 @@ from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.torch_ops import TorchOps
 from shared.kernels.reference import extend_attention
 from shared.kernels.triton.attention_work import Header
+from shared.model.experts import multiply
 from shared.model.linear import Linear
 from shared.model.ops import Rotary
+from shared.model.weights import ExpertsWeights
 
 CUT_FROM = 24
 
@@ -194,3 +196,8 @@ class RowwiseOps:
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         return self.ops.silu_mul(gate_up_TG)
+
+    def experts(
+        self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]
+    ) -> torch.Tensor:
+        return multiply(x_TD, scores_TE, weights, self)

@@ -114,11 +114,13 @@ def load_model(
 
     if team is None:
         make_kernels = _make_kernels(attention_backend, exact, config, dtype, device)
-        if config.has_experts and device.type == "cuda" and cuda_graph_max_bs is not None:
-            log.event("no_cuda_graphs", reason="the host waits for the choice of experts in every layer")
-            cuda_graph_max_bs = None
         loading(0.0)
         decoder = Decoder.load(source, config, dtype=dtype, device=device, on_progress=loading)
+        if device.type == "cuda" and cuda_graph_max_bs is not None and decoder.weights.has_quantized_experts:
+            log.event(
+                "no_cuda_graphs", reason="the host waits for the choice of quantized experts in every layer"
+            )
+            cuda_graph_max_bs = None
         return TorchModel(decoder, make_kernels, cuda_graph_max_bs)
     loading(0.0)
     try:
@@ -182,8 +184,6 @@ def _triton_obstacle(
         return "--attention-backend torch"
     if device.type != "cuda":
         return f"its kernels are for GPUs, and this is {device}"
-    if config.has_sinks:
-        return "its kernels have no attention sinks"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if config.head_dim * dtype.itemsize % 16:

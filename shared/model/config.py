@@ -72,11 +72,6 @@ class ModelConfig:
         return any(isinstance(layer.mlp, ExpertsMlp) for layer in self.layers)
 
     @property
-    def has_sinks(self) -> bool:
-        """Whether the attention of a layer has sinks."""
-        return any(layer.attention.sinks is not None for layer in self.layers)
-
-    @property
     def widths(self) -> frozenset[int]:
         """The numbers of inputs of the layers' projections."""
         return frozenset(each.num_inputs for layer in self.layers for each in layer.projections)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 
 from shared.model.config import ModelConfig
-from shared.model.experts import multiply
 from shared.model.linear import Linear
 from shared.model.ops import Ops, Rotary
 from shared.model.rotary import rotary_waves
@@ -108,6 +107,6 @@ class Decoder:
 
 def _mlp(weights: MlpWeights[Linear] | ExpertsWeights[Linear], x_TD: torch.Tensor, ops: Ops) -> torch.Tensor:
     if isinstance(weights, ExpertsWeights):
-        return multiply(x_TD, ops.linear(x_TD, weights.router), weights, ops)
+        return ops.experts(x_TD, ops.linear(x_TD, weights.router), weights)
     gate_up_TG = ops.linear(x_TD, weights.gate_up_proj)
     return ops.linear(ops.silu_mul(gate_up_TG), weights.down_proj)

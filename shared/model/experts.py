@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from shared.model.layer_records import SwigluClamp
 from shared.model.layers import clamped_silu_mul
 from shared.model.linear import Linear
 from shared.model.ops import Ops
@@ -30,6 +31,13 @@ def route(scores_TE: torch.Tensor, top_k: int, *, is_normalized: bool) -> tuple[
     return chosen_TK, weights_TK
 
 
+def activate(gate_up_SG: torch.Tensor, clamp: SwigluClamp | None, ops: Ops) -> torch.Tensor:
+    """SwiGLU's product [S, F], clamped as gpt-oss has it, or plain."""
+    if clamp is None:
+        return ops.silu_mul(gate_up_SG)
+    return clamped_silu_mul(gate_up_SG, clamp.limit, clamp.alpha)
+
+
 def multiply(
     x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear], ops: Ops
 ) -> torch.Tensor:
@@ -46,11 +54,6 @@ def multiply(
             continue
         tokens_S = places_S // weights.top_k
         gate_up_SG = ops.linear(x_TD[tokens_S], expert.gate_up_proj)
-        product_SF = (
-            ops.silu_mul(gate_up_SG)
-            if weights.clamp is None
-            else clamped_silu_mul(gate_up_SG, weights.clamp.limit, weights.clamp.alpha)
-        )
-        y_SD = ops.linear(product_SF, expert.down_proj)
+        y_SD = ops.linear(activate(gate_up_SG, weights.clamp, ops), expert.down_proj)
         sum_TD[tokens_S] += y_SD.float() * weights_TK.flatten()[places_S, None]
     return sum_TD.to(x_TD.dtype)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from shared.model.linear import Linear
+from shared.model.weights import ExpertsWeights
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of the angles of each token."""
@@ -67,4 +68,10 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up, [T, G / 2], gate first."""
+        ...
+
+    def experts(
+        self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]
+    ) -> torch.Tensor:
+        """Return what `shared.model.experts.multiply` does, [T, D], for the scores of the router."""
         ...

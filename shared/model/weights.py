@@ -74,6 +74,15 @@ class ExpertsWeights(Generic[L]):
     is_normalized: bool
     clamp: SwigluClamp | None = None
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether no layer of an expert is quantized."""
+        return all(
+            isinstance(linear, DenseLinear)
+            for expert in self.experts
+            for linear in (expert.gate_up_proj, expert.down_proj)
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights(Generic[L]):
@@ -95,6 +104,11 @@ class DecoderWeights:
     layers: tuple[LayerWeights[Linear], ...]
     norm_D: torch.Tensor
     lm_head: Linear
+
+    @property
+    def has_quantized_experts(self) -> bool:
+        """Whether a layer of an expert is quantized."""
+        return any(isinstance(layer.mlp, ExpertsWeights) and not layer.mlp.is_dense for layer in self.layers)
 
 
 def load_weights(

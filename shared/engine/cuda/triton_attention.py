@@ -32,9 +32,14 @@ class TritonAttentionPlan:
         sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         """Two launches, or one where nothing is cut."""
-        assert sinks_H is None, "torch computes models with sinks"
         return self.kernels(
-            q_THD, k_pages_NKSD, v_pages_NKSD, self.words, window=window, may_cut=self.may_cut
+            q_THD,
+            k_pages_NKSD,
+            v_pages_NKSD,
+            self.words,
+            window=window,
+            sinks_H=sinks_H,
+            may_cut=self.may_cut,
         )
 
 

@@ -10,11 +10,12 @@ import triton
 from torch.nn.functional import linear
 
 from shared.engine.cuda.triton_attention import TritonAttention
-from shared.engine.cuda.triton_ops import Product, TritonOps, TritonTokens
+from shared.engine.cuda.triton_ops import ExpertStacks, Product, TritonOps, TritonTokens
 from shared.engine.torch_backend import Kernels
 from shared.errors import ConfigError
 from shared.kernels.row_codes import LARGEST
 from shared.kernels.triton.attention import PagedAttention
+from shared.kernels.triton.attention_constants import processors
 from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
@@ -45,7 +46,7 @@ def require_exact(
 ) -> None:
     """Raise ConfigError unless products of the model's shapes have the same bits by every tile."""
     if config.has_experts:
-        raise ConfigError("--exact: experts are computed by torch's operations, which are not exact")
+        raise ConfigError("--exact: experts are not computed exactly on a GPU")
     if not product.same_bits(sorted(config.widths), dtype, device):
         raise ConfigError(f"--exact: on {device} products of few rows have other bits than those of many")
 
@@ -70,6 +71,6 @@ def make_triton_kernels(
         numerics=numerics,
         is_exact=is_exact,
         attention=TritonAttention(attention),
-        make_ops=partial(TritonOps, product=product),
+        make_ops=partial(TritonOps, product=product, stacks=ExpertStacks(processors(pool.device)[0])),
         tokens=TritonTokens(),
     )

@@ -12,12 +12,15 @@ from shared.engine.attention import AttentionPlan
 from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap
 from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
-from shared.kernels.triton import adjust, norm, rope, sampling
+from shared.kernels.triton import adjust, grouped, norm, rope, sampling
+from shared.kernels.triton.grouped import Stack
 from shared.kernels.triton.quantized_linear import LEAST_K, Tile, quantized_linear
 from shared.kernels.triton.resolve import resolve
 from shared.kernels.triton.silu_mul import silu_mul
+from shared.model.experts import activate, multiply, route
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.ops import Rotary
+from shared.model.weights import ExpertsWeights
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -32,6 +35,7 @@ class TritonOps:
     """The K and V pages of each layer."""
     product: Product
     """x W^T + bias: cuBLAS's, or one whose sums have one order for any number of rows."""
+    stacks: ExpertStacks
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table."""
@@ -75,6 +79,44 @@ class TritonOps:
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""
         return silu_mul(gate_up_TG)
+
+    def experts(
+        self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]
+    ) -> torch.Tensor:
+        """Two grouped products and a sum, or torch's loop over experts where their layers are quantized."""
+        if not weights.is_dense:
+            return multiply(x_TD, scores_TE, weights, self)
+        gate_up, down = self.stacks.of(weights)
+        chosen_TK, weights_TK = route(scores_TE, weights.top_k, is_normalized=weights.is_normalized)
+        num_experts, num_processors = len(weights.experts), self.stacks.num_processors
+        tile = grouped.tile_for(chosen_TK.numel(), num_experts, x_TD.dtype)
+        groups = grouped.Groups.of(chosen_TK, num_experts, tile.m)
+        gate_up_PG = grouped.grouped_linear(x_TD, gate_up, groups, weights.top_k, tile, num_processors)
+        product_PF = activate(gate_up_PG, weights.clamp, self)
+        y_PD = grouped.grouped_linear(product_PF, down, groups, 1, tile, num_processors)
+        return grouped.sum_experts(y_PD, weights_TK, chosen_TK)
+
+
+class ExpertStacks:
+    """The addresses of experts' weights on the device, of each mixture that was computed before."""
+
+    def __init__(self, num_processors: int) -> None:
+        self.num_processors = num_processors
+        self._stacks: dict[int, tuple[ExpertsWeights[Linear], Stack, Stack]] = {}
+
+    def of(self, weights: ExpertsWeights[Linear]) -> tuple[Stack, Stack]:
+        """Those of gate with up, and of down, of a mixture that is dense."""
+        if id(weights) not in self._stacks:
+            gate_ups = [expert.gate_up_proj for expert in weights.experts]
+            downs = [expert.down_proj for expert in weights.experts]
+            self._stacks[id(weights)] = weights, _stack(gate_ups), _stack(downs)
+        return self._stacks[id(weights)][1:]
+
+
+def _stack(linears: Sequence[Linear]) -> Stack:
+    dense = [linear for linear in linears if isinstance(linear, DenseLinear)]
+    biases = [linear.bias_N for linear in dense if linear.bias_N is not None]
+    return Stack.of([linear.weight_NK for linear in dense], biases or None)
 
 
 def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile | None = None) -> torch.Tensor:

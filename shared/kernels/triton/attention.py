@@ -68,6 +68,16 @@ def _add_split(acc, total, reference, split_acc, split_total, split_reference):
 
 
 @triton.jit
+def _add_sink(acc, total, reference, sinks_ptr, item_ptr, row, is_row, kv_head, GROUP: tl.constexpr):
+    """The state beside the sinks of the rows' heads, which have a share of the weights and no values."""
+    head = kv_head * GROUP + (tl.load(item_ptr + 3) + row) % GROUP
+    sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
+    joint = tl.maximum(reference, sink)
+    before = tl.exp2(reference - joint)
+    return acc * before[:, None], tl.fma(total, before, tl.exp2(sink - joint))
+
+
+@triton.jit
 def _output(acc, total):
     """The weighted mean, with +0 for zeros. Rows that are not stored may be empty."""
     inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -178,8 +188,8 @@ def _attend(
 
 @triton.jit
 def _item(
-    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first, q_stride,
-    workspace_rows, scale,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
+    q_stride, workspace_rows, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_CODES: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -245,6 +255,10 @@ def _item(
                 HEAD_DIM,
             )
         else:
+            if sinks_ptr is not None:
+                acc, total = _add_sink(
+                    acc, total, reference, sinks_ptr, item_ptr, stored_row, is_stored, kv_head, GROUP
+                )
             tile_out_ptr = out_ptr + (first_token * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
             out = _output(acc, total).to(out_ptr.dtype.element_ty)
             tl.store(tile_out_ptr + row_at[:, None] + d[None, :], out, mask=is_stored[:, None] & in_head)
@@ -253,7 +267,7 @@ def _item(
 # `workspace_rows` is not specialized, since another binary could add up in another order.
 @triton.jit(do_not_specialize=["workspace_rows"], do_not_specialize_on_alignment=["words_ptr"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, q_stride, workspace_rows, scale,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, q_stride, workspace_rows, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FEW_M: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, HAS_CODES: tl.constexpr, WINDOW: tl.constexpr,
@@ -275,21 +289,21 @@ def attention_kernel(
         if FEW_M:  # noqa: SIM102 - known at compile time, and no tile has 0 rows
             if is_few:
                 _item(
-                    q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
-                    q_stride, workspace_rows, scale,
+                    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head,
+                    own_first, q_stride, workspace_rows, scale,
                     NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, WINDOW, FEW_M,
                 )  # fmt: skip
         if not is_few:
             _item(
-                q_ptr, k_ptr, v_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head, own_first,
-                q_stride, workspace_rows, scale,
+                q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, item_ptr, kv_head,
+                own_first, q_stride, workspace_rows, scale,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, SPLIT, HAS_CODES, WINDOW, BLOCK_M,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["workspace_rows"], do_not_specialize_on_alignment=["words_ptr"])
 def merge_kernel(
-    out_ptr, workspace_ptr, totals_ptr, words_ptr, workspace_rows,
+    sinks_ptr, out_ptr, workspace_ptr, totals_ptr, words_ptr, workspace_rows,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -313,6 +327,8 @@ def merge_kernel(
                 workspace_ptr, totals_ptr, first + split * rows_a_split, row, d, is_row, HEAD_DIM
             )
             acc, total, reference = _add_split(acc, total, reference, state[0], state[1], state[2])
+        if sinks_ptr is not None:
+            acc, total = _add_sink(acc, total, reference, sinks_ptr, merge_ptr, row, is_row, kv_head, GROUP)
         tile_out_ptr = out_ptr + (first_token * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
         out = _output(acc, total).to(out_ptr.dtype.element_ty)
         tl.store(
@@ -377,12 +393,14 @@ class PagedAttention:
         words: torch.Tensor,
         *,
         window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
         may_cut: bool = True,
     ) -> torch.Tensor:
         """Return the attention [T, H, D] of the tokens that have work; other tokens get anything.
 
         `words` is an input block, int32, with the page table and `AttentionWork.words` at the places that it tells.
-        A token sees the last `window` keys, itself among them. Without `may_cut` the work has no merges.
+        A token sees the last `window` keys, itself among them. Sinks are scores with a share of the softmax and no
+        value. Without `may_cut` the work has no merges.
         """
         num_tokens, num_heads, head_dim = q_THD.shape
         assert (
@@ -394,11 +412,16 @@ class PagedAttention:
         workspace = self._states_RD, self._totals_R2, words
         scale = head_dim**-0.5 * math.log2(math.e)
         attention_kernel[(self.num_programs,)](
-            q_THD, k_pages_NKSD, v_pages_NKSD, out_THD, *workspace, q_THD.stride(0), self.workspace_rows, scale,
-            WINDOW=window or 0, **self._constants, **self._options,
+            q_THD, k_pages_NKSD, v_pages_NKSD, sinks_H, out_THD, *workspace, q_THD.stride(0), self.workspace_rows,
+            scale, WINDOW=window or 0, **self._constants, **self._options,
         )  # fmt: skip
         if may_cut:
             merge_kernel[(self._num_merge_programs,)](
-                out_THD, *workspace, self.workspace_rows, **merge_constants(self._constants), **MERGE_OPTIONS
+                sinks_H,
+                out_THD,
+                *workspace,
+                self.workspace_rows,
+                **merge_constants(self._constants),
+                **MERGE_OPTIONS,
             )
         return out_THD

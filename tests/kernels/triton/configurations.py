@@ -10,6 +10,7 @@ from shared.kernels.triton import (
     adjust,
     attention,
     attention_constants,
+    grouped,
     linear,
     norm,
     pages,
@@ -22,6 +23,7 @@ from shared.kernels.triton import (
 from tests.kernels.triton.cubins import SHARED_NBYTES, Configuration, pointers, same_everywhere
 
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NO_SINKS: tuple[dict[str, object], dict[str, object]] = ({"sinks_ptr": None}, {})
 CODES = {"int8": "i8", "fp8": "fp8e4nv"}
 """Triton's names for the types of KV codes."""
 
@@ -41,6 +43,7 @@ def attention_configuration(
     exact: bool = False,
     codes: str = "",
     window: int = 0,
+    has_sinks: bool = False,
 ) -> Configuration:
     """`attention_kernel` for one shape of heads, over pages of q's type or of codes."""
     dtype = ELEMENTS[element]
@@ -51,10 +54,10 @@ def attention_configuration(
     tile_nbytes = constants["TILE"] * constants["BLOCK_D"] * (1 if codes else dtype.itemsize)
     kind = f"{element}{f'-{codes}' if codes else ''}{'-exact' * exact}{f'-window{window}' * bool(window)}"
     return Configuration(
-        name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{kind}",
+        name=f"attention-H{num_heads}-K{num_kv_heads}-D{head_dim}-page{page_size}-{kind}{'-sinks' * has_sinks}",
         kernel=attention.attention_kernel,
         types={
-            **pointers(element, "q_ptr", "out_ptr"),
+            **pointers(element, "q_ptr", "out_ptr", *["sinks_ptr"] * has_sinks),
             **pointers(CODES.get(codes, element), "k_ptr", "v_ptr"),
             **pointers("fp32", "workspace_ptr", "totals_ptr"),
             **pointers("i32", "words_ptr"),
@@ -62,7 +65,7 @@ def attention_configuration(
             "workspace_rows": "i32",
             "scale": "fp32",
         },
-        constants=constants | {"WINDOW": window},
+        constants=constants | {"WINDOW": window} | NO_SINKS[has_sinks],
         divisible=("q_stride",),
         options=lambda arch: attention_constants.attention_options(arch, constants, dtype),
         archs=archs_with(codes),
@@ -78,21 +81,23 @@ def attention_configuration(
     )
 
 
-def merge_configuration(num_heads: int, num_kv_heads: int, head_dim: int) -> Configuration:
+def merge_configuration(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, has_sinks: bool = False
+) -> Configuration:
     """`merge_kernel` for one shape of heads, in bfloat16."""
     constants = attention_constants.attention_constants(
         num_heads, num_kv_heads, head_dim, 16, torch.bfloat16, exact=True
     )
     return Configuration(
-        name=f"attention-merge-H{num_heads}-K{num_kv_heads}-D{head_dim}-bf16",
+        name=f"attention-merge-H{num_heads}-K{num_kv_heads}-D{head_dim}-bf16{'-sinks' * has_sinks}",
         kernel=attention.merge_kernel,
         types={
-            **pointers("bf16", "out_ptr"),
+            **pointers("bf16", "out_ptr", *["sinks_ptr"] * has_sinks),
             **pointers("fp32", "workspace_ptr", "totals_ptr"),
             **pointers("i32", "words_ptr"),
             "workspace_rows": "i32",
         },
-        constants=attention_constants.merge_constants(constants),
+        constants=attention_constants.merge_constants(constants) | NO_SINKS[has_sinks],
         options=same_everywhere(**attention_constants.MERGE_OPTIONS),
     )
 
@@ -176,6 +181,38 @@ def linear_configuration(
         ),
         has_products=element != "fp32",
         min_programs=lambda arch: tile.num_programs if arch in (90, 100) else 1,
+    )
+
+
+def grouped_configuration(tile: linear.Tile, num_experts: int, fan: int, *, has_bias: bool) -> Configuration:
+    """`grouped_linear_kernel` in bfloat16."""
+    return Configuration(
+        name=f"grouped-{tile.m}x{tile.n}-E{num_experts}-fan{fan}{'-bias' * has_bias}",
+        kernel=grouped.grouped_linear_kernel,
+        types={
+            **pointers("bf16", "x", "out"),
+            **pointers("i64", "weights", "pairs", "firsts", "tile_ends", *["biases"] * has_bias),
+            **dict.fromkeys(("num_tiles", "N", "D"), "i32"),
+        },
+        divisible=("N", "D"),
+        constants={"E": num_experts, "BLOCK_E": num_experts, "FAN": fan}
+        | {"BM": tile.m, "BN": tile.n, "BD": linear.K_CHUNK, "HAS_BIAS": has_bias, "EVEN_D": True}
+        | ({} if has_bias else {"biases": None}),
+        options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
+        has_products=True,
+        min_tiles_ahead=lambda arch: tile.num_stages - 2,
+    )
+
+
+def sum_experts_configuration(size: int, top_k: int) -> Configuration:
+    """`sum_experts_kernel` in bfloat16."""
+    return Configuration(
+        name=f"sum-experts-{size}-{top_k}",
+        kernel=grouped.sum_experts_kernel,
+        types=pointers("bf16", "y", "out") | pointers("fp32", "weights") | pointers("i64", "chosen"),
+        constants={"D": size, "K": top_k, "BLOCK": grouped.BLOCK},
+        options=same_everywhere(num_warps=4, enable_fp_fusion=False),
+        min_wide_loads=0,
     )
 
 
@@ -381,8 +418,10 @@ CONFIGURATIONS = [
     attention_configuration(32, 8, 128, exact=True, window=4096),
     attention_configuration(4, 1, 256, window=512),
     attention_configuration(4, 1, 256, exact=True, window=512),
-    attention_configuration(64, 8, 64, window=128),
-    attention_configuration(64, 8, 64, exact=True, window=128),
+    attention_configuration(64, 8, 64, window=128, has_sinks=True),
+    attention_configuration(64, 8, 64, exact=True, window=128, has_sinks=True),
+    attention_configuration(64, 8, 64, has_sinks=True),
+    attention_configuration(64, 8, 64, exact=True, has_sinks=True),
     attention_configuration(32, 8, 128, codes="int8"),
     attention_configuration(32, 8, 128, exact=True, codes="int8"),
     attention_configuration(9, 3, 64, codes="int8"),
@@ -393,6 +432,7 @@ CONFIGURATIONS = [
     attention_configuration(16, 2, 256, codes="fp8"),
     merge_configuration(32, 8, 128),
     merge_configuration(9, 3, 64),
+    merge_configuration(64, 8, 64, has_sinks=True),
     merge_configuration(32, 32, 96),
     merge_configuration(16, 2, 256),
     norm_configuration(4096, has_residual=True),
@@ -411,6 +451,13 @@ CONFIGURATIONS = [
     *(linear_configuration(tile, has_bias=True) for tile in linear.TILES),
     *(linear_configuration(tile, "fp16") for tile in linear.TILES),
     linear_configuration(linear.NARROW, even_k=False),
+    *(
+        grouped_configuration(tile, 128, fan, has_bias=has_bias)
+        for tile in (linear.FEW, grouped.MANY)
+        for fan in (1, 8)
+        for has_bias in (False, True)
+    ),
+    sum_experts_configuration(4096, 8),
     linear_configuration(linear.FLOAT32, "fp32"),
     *(
         quantized_linear_configuration(tile, *of, is_symmetric=is_symmetric, is_weight_only=is_weight_only)

@@ -42,6 +42,12 @@ MODEL = partial(
 )
 """One layer of an 8B."""
 QWEN2, QWEN3 = {"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["Qwen3ForCausalLM"]}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 14336,
+}
 FORWARDS: list[tuple[list[Extend], list[tuple[int, int]]]] = [
     *(([Extend(0, 0, [0] * length)], []) for length in (1, 16, 256, 2048)),
     ([], [(0, 40)]),
@@ -109,6 +115,7 @@ def launch_all() -> None:
         ({}, linear, torch.bfloat16),
         ({}, linear, torch.int8),
         (QWEN3, exact, torch.int8),
+        (QWEN3_MOE, linear, torch.bfloat16),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, linear, torch.bfloat16),
         ({}, linear, torch.float8_e4m3fn),
     ):

@@ -97,6 +97,7 @@ class PagedKV:
         starts: Sequence[int],
         lengths: Sequence[int],
         window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """By the kernels, for the sequences in their order."""
         extends = {
@@ -106,7 +107,9 @@ class PagedKV:
         batch = batch_over(self.table_BP, self.page_size, extends, {})
         words = block_words(batch, self.page_size, TritonAttention(kernels).work(batch))
         k_pages, v_pages = (pages.to(DEVICE) for pages in self.pages)
-        return kernels(q_THD.to(DEVICE), k_pages, v_pages, words.to(DEVICE), window=window).cpu()
+        sinks_H = None if sinks_H is None else sinks_H.to(DEVICE)
+        words = words.to(DEVICE)
+        return kernels(q_THD.to(DEVICE), k_pages, v_pages, words, window=window, sinks_H=sinks_H).cpu()
 
 
 BATCHES = {
@@ -152,22 +155,23 @@ def test_against_the_slow_twin(batch: str, heads: Heads, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("window", [1, 63, 64, 65, SPLIT, SPLIT + 70])
+@pytest.mark.parametrize("window", [1, 63, 64, 65, SPLIT, SPLIT + 70, None])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-def test_windows_against_the_slow_twin(batch: str, window: int, exact: bool) -> None:
-    """What lies before the first window of a sequence is NaN."""
+def test_windows_and_sinks_against_the_slow_twin(batch: str, window: int | None, exact: bool) -> None:
+    """What lies before the first window of a sequence is NaN. Every second case has sinks."""
     heads = Heads(6, 2, 32)
     starts, lengths = BATCHES[batch]
     kv = PagedKV(heads, [start + length for start, length in zip(starts, lengths, strict=True)], seed=1)
     q_THD = torch.randn(sum(lengths), heads.H, heads.D, generator=torch.Generator().manual_seed(2))
     table = torch.from_numpy(kv.table_BP).long()
-    expected = extend_attention(q_THD, *kv.pages, table, starts, lengths, window)
+    sinks_H = torch.linspace(-3, 8, heads.H) if window is None or window % 2 else None
+    expected = extend_attention(q_THD, *kv.pages, table, starts, lengths, window, sinks_H)
     for b, start in enumerate(starts):
-        for token in range(start + 1 - window):
+        for token in range(start + 1 - (window or start + 1)):
             for pages in kv.pages:
                 pages[table[b, token // heads.S], :, token % heads.S] = torch.nan
     kernels = heads.kernels(num_programs=3 if exact else 40, exact=exact)
-    out = kv.attention(kernels, q_THD, starts, lengths, window)
+    out = kv.attention(kernels, q_THD, starts, lengths, window, sinks_H)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -234,13 +238,15 @@ class WholeSequence:
     kv: PagedKV
     q_THD: torch.Tensor
     window: int | None
+    sinks_H: torch.Tensor | None
     out_THD: torch.Tensor
 
 
 @pytest.fixture(scope="module", params=[None, *LARGEST, 70, SPLIT + 70], ids=str)
 def whole(request: pytest.FixtureRequest) -> WholeSequence:
-    """Of numbers or codes, or with a window."""
+    """Of numbers or codes, or with a window and sinks."""
     window = request.param if isinstance(request.param, int) else None
+    sinks_H = torch.linspace(-1, 4, EXACT.H) if window else None
     heads = EXACT if window else replace(EXACT, codes=request.param)
     kv = PagedKV(heads, [LENGTH], seed=3)
     if heads.codes is None:
@@ -249,8 +255,8 @@ def whole(request: pytest.FixtureRequest) -> WholeSequence:
     q_THD = torch.randn(LENGTH, EXACT.H, EXACT.D, generator=torch.Generator().manual_seed(4))
     q_THD[:, 1] *= 30.0
     q_THD = q_THD.to(EXACT.dtype)
-    out = kv.attention(heads.kernels(workspace_nbytes=0), q_THD, [0], [LENGTH], window)
-    return WholeSequence(heads, kv, q_THD, window, out)
+    out = kv.attention(heads.kernels(workspace_nbytes=0), q_THD, [0], [LENGTH], window, sinks_H)
+    return WholeSequence(heads, kv, q_THD, window, sinks_H, out)
 
 
 @dataclass(frozen=True)
@@ -298,6 +304,7 @@ def test_every_cut_gives_the_same_bits(
         [piece.start for piece in pieces],
         [piece.length for piece in pieces],
         whole.window,
+        whole.sinks_H,
     )
     assert torch.equal(bits(out), bits(whole.out_THD[tokens]))
 

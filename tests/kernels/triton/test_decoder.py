@@ -75,11 +75,19 @@ def generated(
 
 @pytest.mark.parametrize(
     ("architecture", "product"),
-    [("qwen2", EXACT), ("qwen3", linear), ("glm4", EXACT), ("olmoe", linear), ("mistral", linear)],
-    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact", "olmoe-cublas", "mistral-cublas"],
+    [
+        ("qwen2", EXACT),
+        ("qwen3", linear),
+        ("glm4", EXACT),
+        ("olmoe", linear),
+        ("mistral", linear),
+        ("gptoss", linear),
+    ],
+    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact", "olmoe-cublas", "mistral-cublas", "gpt-oss-cublas"],
 )
 def test_tokens_are_those_of_torch(architecture: str, product: Linear, tmp_path: Path) -> None:
-    """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention, OLMoE experts, Mistral windows.
+    """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention, OLMoE experts, Mistral windows,
+    gpt-oss sinks.
 
     One row is greedy, and the others draw.
     """

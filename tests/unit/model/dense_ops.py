@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding
 
+from shared.model.experts import multiply
 from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
 from shared.model.linear import Linear
 from shared.model.ops import Rotary
+from shared.model.weights import ExpertsWeights
 
 
 class DenseOps:
@@ -68,3 +70,8 @@ class DenseOps:
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up_TG)
+
+    def experts(
+        self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]
+    ) -> torch.Tensor:
+        return multiply(x_TD, scores_TE, weights, self)
