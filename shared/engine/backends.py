@@ -116,10 +116,8 @@ def load_model(
         make_kernels = _make_kernels(attention_backend, exact, config, dtype, device)
         loading(0.0)
         decoder = Decoder.load(source, config, dtype=dtype, device=device, on_progress=loading)
-        if device.type == "cuda" and cuda_graph_max_bs is not None and decoder.weights.has_quantized_experts:
-            log.event(
-                "no_cuda_graphs", reason="the host waits for the choice of quantized experts in every layer"
-            )
+        if device.type == "cuda" and cuda_graph_max_bs is not None and not decoder.weights.groups_experts:
+            log.event("no_cuda_graphs", reason="the host waits for the choice of experts in every layer")
             cuda_graph_max_bs = None
         return TorchModel(decoder, make_kernels, cuda_graph_max_bs)
     loading(0.0)

@@ -32,7 +32,7 @@ from shared.model.layer_records import (
     Stacked,
     SwigluClamp,
 )
-from shared.model.linear import DenseLinear, Linear, quantize_weight, stack
+from shared.model.linear import DenseLinear, Linear, QuantizedLinear, quantize_weight, stack
 from shared.model.quantization import Layout, Scheme
 from shared.model.stacked import ExpertReader, stacked_specs
 from shared.model.weight_source import TensorReader, TensorSpec, WeightSource
@@ -75,10 +75,13 @@ class ExpertsWeights(Generic[L]):
     clamp: SwigluClamp | None = None
 
     @property
-    def is_dense(self) -> bool:
-        """Whether no layer of an expert is quantized."""
+    def can_be_grouped(self) -> bool:
+        """Whether one launch on a GPU can multiply for all experts: groups must fit matrix instructions."""
         return all(
             isinstance(linear, DenseLinear)
+            or (
+                isinstance(linear, QuantizedLinear) and linear.order_K is None and linear.group_size % 32 == 0
+            )
             for expert in self.experts
             for linear in (expert.gate_up_proj, expert.down_proj)
         )
@@ -106,9 +109,9 @@ class DecoderWeights:
     lm_head: Linear
 
     @property
-    def has_quantized_experts(self) -> bool:
-        """Whether a layer of an expert is quantized."""
-        return any(isinstance(layer.mlp, ExpertsWeights) and not layer.mlp.is_dense for layer in self.layers)
+    def groups_experts(self) -> bool:
+        """Whether all mixtures can be grouped. A loop over experts waits for their choice."""
+        return all(layer.mlp.can_be_grouped for layer in self.layers if isinstance(layer.mlp, ExpertsWeights))
 
 
 def load_weights(

@@ -28,6 +28,7 @@ SMALL = {
     "quantized_linear_kernel": "test_the_product_is_that_of_the_definition and 4-32 and few",
     "weight_only_kernel": "test_the_product_of_weights_alone and 4-32 and few",
     "grouped_linear_kernel": "test_beside_a_loop_over_experts and bias and 7-8-8",
+    "grouped_codes_kernel": "test_quantized_experts_beside_a_loop and int4-zeros and 16",
     "sum_experts_kernel": "test_beside_a_loop_over_experts and bias and 7-8-8",
     "resolve_kernel": "test_writes_enter_before_the_map_is_read and 11-3",
     "top_kernel": "test_every_row_equals_the_twin and normal",

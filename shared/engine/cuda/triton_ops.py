@@ -13,7 +13,7 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.engine.future_map import FutureMap
 from shared.engine.sampling_inputs import PenaltyInputs, SamplingInputs
 from shared.kernels.triton import adjust, grouped, norm, rope, sampling
-from shared.kernels.triton.grouped import Stack
+from shared.kernels.triton.grouped import Codes, Stack, addresses
 from shared.kernels.triton.quantized_linear import LEAST_K, Tile, quantized_linear
 from shared.kernels.triton.resolve import resolve
 from shared.kernels.triton.silu_mul import silu_mul
@@ -83,17 +83,17 @@ class TritonOps:
     def experts(
         self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]
     ) -> torch.Tensor:
-        """Two grouped products and a sum, or torch's loop over experts where their layers are quantized."""
-        if not weights.is_dense:
+        """Two grouped products and a sum, or a loop over experts where these cannot be."""
+        if not weights.can_be_grouped:
             return multiply(x_TD, scores_TE, weights, self)
         gate_up, down = self.stacks.of(weights)
         chosen_TK, weights_TK = route(scores_TE, weights.top_k, is_normalized=weights.is_normalized)
         num_experts, num_processors = len(weights.experts), self.stacks.num_processors
-        tile = grouped.tile_for(chosen_TK.numel(), num_experts, x_TD.dtype)
-        groups = grouped.Groups.of(chosen_TK, num_experts, tile.m)
-        gate_up_PG = grouped.grouped_linear(x_TD, gate_up, groups, weights.top_k, tile, num_processors)
+        tile_rows = grouped.tile_rows(chosen_TK.numel(), num_experts, x_TD.dtype)
+        groups = grouped.Groups.of(chosen_TK, num_experts, tile_rows)
+        gate_up_PG = grouped.grouped_linear(x_TD, gate_up, groups, weights.top_k, num_processors)
         product_PF = activate(gate_up_PG, weights.clamp, self)
-        y_PD = grouped.grouped_linear(product_PF, down, groups, 1, tile, num_processors)
+        y_PD = grouped.grouped_linear(product_PF, down, groups, 1, num_processors)
         return grouped.sum_experts(y_PD, weights_TK, chosen_TK)
 
 
@@ -105,18 +105,34 @@ class ExpertStacks:
         self._stacks: dict[int, tuple[ExpertsWeights[Linear], Stack, Stack]] = {}
 
     def of(self, weights: ExpertsWeights[Linear]) -> tuple[Stack, Stack]:
-        """Those of gate with up, and of down, of a mixture that is dense."""
+        """Those of gate with up, and of down, of a mixture that can be grouped."""
         if id(weights) not in self._stacks:
-            gate_ups = [expert.gate_up_proj for expert in weights.experts]
-            downs = [expert.down_proj for expert in weights.experts]
-            self._stacks[id(weights)] = weights, _stack(gate_ups), _stack(downs)
+            gate_up = stack_of([expert.gate_up_proj for expert in weights.experts])
+            down = stack_of([expert.down_proj for expert in weights.experts])
+            self._stacks[id(weights)] = weights, gate_up, down
         return self._stacks[id(weights)][1:]
 
 
-def _stack(linears: Sequence[Linear]) -> Stack:
+def stack_of(linears: Sequence[Linear]) -> Stack:
+    """Of layers that have one shape and are quantized in one way."""
+    biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
+    of_all = addresses(biases) if biases else None
     dense = [linear for linear in linears if isinstance(linear, DenseLinear)]
-    biases = [linear.bias_N for linear in dense if linear.bias_N is not None]
-    return Stack.of([linear.weight_NK for linear in dense], biases or None)
+    if dense:
+        n, d = dense[0].weight_NK.shape
+        return Stack(addresses([linear.weight_NK for linear in dense]), of_all, (n, d), None, linears)
+    quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    zeros = [linear.zeros_NG for linear in quantized if linear.zeros_NG is not None]
+    first = quantized[0]
+    codes = Codes(
+        addresses([linear.scales_NG for linear in quantized]),
+        addresses(zeros) if zeros else None,
+        first.bits,
+        first.group_size,
+        first.is_float,
+        first.is_weight_only,
+    )
+    return Stack(addresses([linear.codes_NK for linear in quantized]), of_all, first.shape, codes, linears)
 
 
 def multiply_quantized(x_TK: torch.Tensor, linear: QuantizedLinear, tile: Tile | None = None) -> torch.Tensor:

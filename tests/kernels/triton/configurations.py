@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from shared.engine.cuda.triton_ops import TritonTokens
@@ -201,6 +203,43 @@ def grouped_configuration(tile: linear.Tile, num_experts: int, fan: int, *, has_
         options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
         has_products=True,
         min_tiles_ahead=lambda arch: tile.num_stages - 2,
+    )
+
+
+def grouped_codes_configuration(
+    tile: linear.Tile,
+    bits: int,
+    group_size: int,
+    *,
+    has_zeros: bool = False,
+    is_weight_only: bool = False,
+    is_float: bool = False,
+    has_bias: bool = False,
+) -> Configuration:
+    """`grouped_codes_kernel`, with x in bfloat16 or as codes."""
+    codes = f"{'fp' if is_float else 'int'}{bits}{'-zeros' * has_zeros}{'-weight-only' * is_weight_only}"
+    x_codes = {"x_scales": "*fp32", "x_sums": "*i32"}
+    return Configuration(
+        name=f"grouped-codes-{tile.m}x{tile.n}-{codes}-g{group_size}{'-bias' * has_bias}",
+        kernel=grouped.grouped_codes_kernel,
+        types={
+            **pointers("bf16", "out"),
+            **({"x": "*bf16"} if is_weight_only else {"x": "*i8", **x_codes}),
+            **pointers("i64", "weights", "scales", "pairs", "firsts", "tile_ends"),
+            **pointers("i64", *["zeros"] * has_zeros, *["biases"] * has_bias),
+            **dict.fromkeys(("num_tiles", "N", "D"), "i32"),
+        },
+        divisible=("N", "D"),
+        constants={"E": 128, "BLOCK_E": 128, "FAN": 8, "BM": tile.m, "BN": tile.n}
+        | {"BD": math.gcd(group_size, quantized_linear.MOST_K[bits]), "GROUP_D": group_size, "BITS": bits}
+        | {"HAS_ZEROS": has_zeros, "HAS_BIAS": has_bias, "IS_FLOAT": is_float}
+        | (dict.fromkeys(x_codes, None) if is_weight_only else {})
+        | ({} if has_zeros else {"zeros": None})
+        | ({} if has_bias else {"biases": None}),
+        archs=archs_with("fp8" if is_float and bits == 8 else ""),
+        options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
+        has_products=True,
+        min_wide_loads=int(group_size > 32),
     )
 
 
@@ -456,6 +495,27 @@ CONFIGURATIONS = [
         for tile in (linear.FEW, grouped.MANY)
         for fan in (1, 8)
         for has_bias in (False, True)
+    ),
+    *(
+        grouped_codes_configuration(
+            tile, *of, has_bias=has_bias, has_zeros=has_zeros, is_weight_only=is_weight_only
+        )
+        for tile in (grouped.CODES_FEW, grouped.CODES_MANY)
+        for of in ((8, 4096), (4, 128), (4, 32))
+        for has_bias, has_zeros in ((False, False), (False, True))
+        for is_weight_only in (False, True)
+    ),
+    *(
+        grouped_codes_configuration(
+            tile, bits, group_size, is_weight_only=is_weight_only, is_float=True, has_bias=has_bias
+        )
+        for tile in (grouped.CODES_FEW, grouped.CODES_MANY)
+        for bits, group_size, is_weight_only, has_bias in (
+            (8, 128, True, False),
+            (8, 4096, True, False),
+            (4, 32, False, True),
+            (4, 32, True, True),
+        )
     ),
     sum_experts_configuration(4096, 8),
     linear_configuration(linear.FLOAT32, "fp32"),

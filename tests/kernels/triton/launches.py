@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 
 from shared.engine.cuda.batches import EVERYTHING, GREEDY, Extend
 from shared.engine.cuda.triton_kernels import make_triton_kernels
-from shared.engine.cuda.triton_ops import multiply_quantized
+from shared.engine.cuda.triton_ops import multiply_quantized, stack_of
+from shared.kernels.triton.grouped import Groups, grouped_linear, tile_rows
 from shared.kernels.triton.linear import ExactLinear
 from shared.kernels.triton.pages import copy_pages
 from shared.model.linear import QuantizedLinear
@@ -131,6 +132,10 @@ def launch_all() -> None:
             multiply_quantized(x, replace(layer, is_weight_only=is_weight_only))
         if layer.bits == 8:
             multiply_quantized(x, replace(layer, is_weight_only=True, is_float=True))
+        stack = stack_of([replace(layer, order_K=None, is_weight_only=num_rows == 1)] * 128)
+        chosen_TK = torch.empty(num_rows, 8, dtype=torch.int64, device=META)
+        groups = Groups.of(chosen_TK, 128, tile_rows(8 * num_rows, 128, torch.bfloat16))
+        grouped_linear(x, stack, groups, 8, 132)
     pages = torch.empty(4, 4, 2 * 8 * 16 * 128, dtype=torch.uint8, device=META)
     for num_ids in (1, 16):
         slot = torch.empty(4, num_ids, pages.shape[2], dtype=torch.uint8, device=META)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from shared.engine.cuda.triton_ops import ExpertStacks
 from shared.kernels.triton import grouped
 from shared.kernels.triton.linear import FLOAT32, Tile
 from shared.model.experts import multiply, route
-from shared.model.linear import DenseLinear, Linear
+from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.weights import ExpertsWeights, MlpWeights
 from tests.device import device
 from tests.unit.model.dense_ops import DenseOps
@@ -18,33 +20,78 @@ DEVICE = device()
 SMALL = Tile(16, 16, num_warps=4, num_stages=2, num_programs=2)
 
 
-def mixture(num_experts: int, top_k: int, size: int, width: int, *, has_bias: bool) -> ExpertsWeights[Linear]:
+@dataclass(frozen=True)
+class Kind:
+    """Of codes in groups of 32."""
+
+    bits: int
+    has_zeros: bool = False
+    is_weight_only: bool = False
+    is_float: bool = False
+
+
+KINDS = {
+    "int8": Kind(8),
+    "int4-zeros": Kind(4, has_zeros=True),
+    "int8-weight-only": Kind(8, is_weight_only=True),
+    "int4-zeros-weight-only": Kind(4, has_zeros=True, is_weight_only=True),
+    "fp8": Kind(8, is_weight_only=True, is_float=True),
+    "fp4": Kind(4, is_float=True),
+    "fp4-weight-only": Kind(4, is_weight_only=True, is_float=True),
+}
+
+
+def mixture(
+    num_experts: int, top_k: int, size: int, width: int, *, has_bias: bool, kind: Kind | None = None
+) -> ExpertsWeights[Linear]:
     generator = torch.Generator().manual_seed(num_experts)
 
-    def linear(n: int, k: int) -> DenseLinear:
-        weight = torch.randn(n, k, generator=generator) / k**0.5
-        bias = torch.randn(n, generator=generator) if has_bias else None
-        return DenseLinear(weight_NK=weight.to(DEVICE), bias_N=None if bias is None else bias.to(DEVICE))
+    def linear(n: int, k: int) -> Linear:
+        bias_N = torch.randn(n, generator=generator).to(DEVICE) if has_bias else None
+        if kind is None:
+            weight_NK = torch.randn(n, k, generator=generator) / k**0.5
+            return DenseLinear(weight_NK=weight_NK.to(DEVICE), bias_N=bias_N)
+        zeros_NG = None
+        if kind.has_zeros:
+            zeros_NG = torch.randint(0, 1 << kind.bits, (n, k // 32), generator=generator, dtype=torch.uint8)
+        is_fp8 = kind.is_float and kind.bits == 8
+        most = 0x7F if is_fp8 else 1 << kind.bits  # no NaN of FP8
+        made = QuantizedLinear(
+            codes_NK=torch.randint(0, most, (n, k), generator=generator, dtype=torch.uint8),
+            bits=kind.bits,
+            scales_NG=torch.rand(n, k // 32, generator=generator)
+            * 6
+            / (k**0.5 * (448 if is_fp8 else 1 << kind.bits)),
+            zeros_NG=zeros_NG,
+            is_weight_only=kind.is_weight_only,
+            is_float=kind.is_float,
+        )
+        return replace(made.packed().to(DEVICE), bias_N=bias_N)
 
     experts = [
         MlpWeights[Linear](gate_up_proj=linear(2 * width, size), down_proj=linear(size, width))
         for _ in range(num_experts)
     ]
-    router = linear(num_experts, size)
+    router = DenseLinear(weight_NK=torch.empty(num_experts, size), bias_N=None)
     return ExpertsWeights(router=router, experts=tuple(experts), top_k=top_k, is_normalized=True)
 
 
 def computed(
-    weights: ExpertsWeights[Linear], x_TD: torch.Tensor, scores_TE: torch.Tensor, tile: Tile
+    weights: ExpertsWeights[Linear],
+    x_TD: torch.Tensor,
+    scores_TE: torch.Tensor,
+    tile: Tile | None,
+    rows: int | None = None,
 ) -> torch.Tensor:
     gate_up, down = ExpertStacks(3).of(weights)
     chosen_TK, weights_TK = route(scores_TE, weights.top_k, is_normalized=True)
-    groups = grouped.Groups.of(chosen_TK, len(weights.experts), tile.m)
-    gate_up_PG = grouped.grouped_linear(x_TD, gate_up, groups, weights.top_k, tile, 3)
+    assert weights.can_be_grouped
+    groups = grouped.Groups.of(chosen_TK, len(weights.experts), rows or (tile or FLOAT32).m)
+    gate_up_PG = grouped.grouped_linear(x_TD, gate_up, groups, weights.top_k, 3, tile)
     gate_PF, up_PF = gate_up_PG.chunk(2, dim=1)
     product_PF = torch.nn.functional.silu(gate_PF) * up_PF
     return grouped.sum_experts(
-        grouped.grouped_linear(product_PF, down, groups, 1, tile, 3), weights_TK, chosen_TK
+        grouped.grouped_linear(product_PF, down, groups, 1, 3, tile), weights_TK, chosen_TK
     )
 
 
@@ -69,6 +116,21 @@ def test_beside_a_loop_over_experts(
         torch.testing.assert_close(computed(weights, x_TD, scores_TE, tile), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("rows", [16, 64])
+def test_quantized_experts_beside_a_loop(kind: Kind, rows: int) -> None:
+    weights = mixture(6, 3, 96, 64, has_bias=kind.bits == 4, kind=kind)
+    generator = torch.Generator().manual_seed(1)
+    x_TD, scores_TE = (torch.randn(40, size, generator=generator).to(DEVICE) for size in (96, 6))
+    whole = computed(weights, x_TD, scores_TE, None, rows)
+    expected = multiply(x_TD, scores_TE, weights, DenseOps(0))
+    torch.testing.assert_close(
+        whole, expected, atol=2e-3, rtol=1e-3
+    )  # a code may round otherwise behind SiLU
+    assert 0.05 < expected.std() < 50
+    assert torch.equal(computed(weights, x_TD[3:5], scores_TE[3:5], None, rows), whole[3:5])
+
+
 def test_a_token_has_the_same_bits_whoever_shares_its_experts() -> None:
     weights = mixture(6, 2, 64, 48, has_bias=True)
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +141,6 @@ def test_a_token_has_the_same_bits_whoever_shares_its_experts() -> None:
             assert torch.equal(computed(weights, x_TD[part], scores_TE[part], tile), whole[part])
 
 
-def test_the_least_tile_that_holds_an_experts_rows() -> None:
-    tiles = [grouped.tile_for(8 * tokens, 128, torch.bfloat16).m for tokens in (1, 256, 257, 2048)]
-    assert tiles == [16, 16, 64, 64]
-    assert grouped.tile_for(1 << 20, 8, torch.float32) is FLOAT32
+def test_few_rows_have_low_tiles() -> None:
+    rows = [grouped.tile_rows(8 * tokens, 128, torch.bfloat16) for tokens in (1, 256, 257, 2048)]
+    assert rows == [16, 16, 64, 64]
