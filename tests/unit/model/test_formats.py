@@ -221,6 +221,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ),
     ("fp8-transformers", lambda config: config.pop("weight_block_size"), ["weight_block_size"]),
     ("w8a8", lambda config: config.update(ignore=["re:(lm_head"]), ["re:(lm_head"]),
+    ("w8a8", lambda config: config.update(ignore=["re:a{99999999999}"]), ["re:a{99999999999}", "too large"]),
     ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
     ("awq", lambda config: config.update(bits=3), ["bits", "3"]),
     ("gptq", lambda config: config.update(bits=2), ["bits", "2"]),
