@@ -226,9 +226,9 @@ def _field_names() -> frozenset[str]:
 
 
 # -------------------------------------------------------------------------------------------- decoding
-_MAX_BRACKETS = 1 << 18
-"""The most opening brackets. A body of tiny lists takes 2 us for each to decode, and blocks the event loop for that
-time. A text with so many brackets is longer than any prompt."""
+_MAX_BRACKETS, _MAX_COLONS = 1 << 18, 1 << 19
+"""The most opening brackets, and the most colons. A body of tiny lists takes 2 us for each to decode, and one of tiny
+fields 1 us, and blocks the event loop for that time. A text with so many of them is longer than any prompt."""
 
 
 class JsonRequest(Request):
@@ -239,6 +239,8 @@ class JsonRequest(Request):
         body = await self.body()
         if body.count(b"[") + body.count(b"{") > _MAX_BRACKETS:
             raise HTTPException(400, f"the body has more than {_MAX_BRACKETS} lists and objects")
+        if body.count(b":") > _MAX_COLONS:
+            raise HTTPException(400, f"the body has more than {_MAX_COLONS} fields (colons)")
         try:
             return msgspec.json.decode(body)
         except (ValueError, RecursionError) as e:

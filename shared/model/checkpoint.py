@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from shared.errors import ModelError
 from shared.host_memory import new_mapping
+from shared.model.config_fields import decode_file
 from shared.model.weight_source import TensorSpec
 
 PIECE_NBYTES = 16 << 20
@@ -184,10 +185,7 @@ def _shards(folder: Path) -> dict[str, Path]:
         raise ModelError(
             f"{folder}: has neither {_SINGLE_FILE} nor {_INDEX_FILE} (other weight formats are not read)"
         )
-    try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as e:
-        raise ModelError(f"{index}: {e}") from e
+    weight_map = decode_file(index, _Index).weight_map
     return {name: _shard(index, file_name) for name, file_name in weight_map.items()}
 
 

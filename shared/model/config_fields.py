@@ -13,7 +13,7 @@ import msgspec
 
 from shared.errors import ModelError
 
-Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Factor = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
 Theta = Annotated[float, msgspec.Meta(gt=1, le=1e12)]
 Positions = Annotated[int, msgspec.Meta(gt=0, le=2**27)]
 Width = Annotated[int, msgspec.Meta(gt=0, le=2**22)]
@@ -22,6 +22,8 @@ NumExperts = Annotated[int, msgspec.Meta(gt=0, le=2**12)]
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 TokenIds = TokenId | list[TokenId] | None
 LayerTypes = list[Literal["full_attention", "sliding_attention"]] | None
+MOST_EXPERTS = 2**16
+"""Of all layers. Each is a record, and published models have up to 25,000."""
 
 T = TypeVar("T")
 
@@ -74,6 +76,10 @@ class ExpertsFields(ConfigFields, kw_only=True):
             raise ValueError("num_experts: is missing, and so is num_local_experts")
         if self.num_experts_per_tok > self.count:
             raise ValueError(f"num_experts_per_tok: {self.num_experts_per_tok} of {self.count} experts")
+        if (layers := self.num_hidden_layers) * self.count > MOST_EXPERTS:
+            raise ValueError(
+                f"num_experts: {self.count} in each of {layers} layers, more than {MOST_EXPERTS} in all"
+            )
 
     @property
     def count(self) -> int:
@@ -87,7 +93,7 @@ def decode_file(path: Path, fields: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=fields)
     except OSError as e:
         raise ModelError(f"{path}: cannot be read ({e.strerror}); a model folder needs this file") from e
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise ModelError(f"{path}: {e}") from e
 
 

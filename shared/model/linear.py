@@ -191,7 +191,7 @@ def quantize_weight(weight_NK: torch.Tensor, *, bits: int, group_size: int) -> Q
     """Quantize a dense weight: codes that are nearest to it, symmetric, with a scale for each group of a row.
 
     A scale may be negative: the value of the largest size in a group has the lowest code, of which there is one more
-    than of the highest. Source: Q4_0 of llama.cpp.
+    than of the highest. The scale of a group with NaN or infinity is not finite. Source: Q4_0 of llama.cpp.
     """
     (n, k), middle = weight_NK.shape, 1 << (bits - 1)
     codes_NK, scales_NG = new_codes(n, k), torch.empty(n, k // group_size)
@@ -200,7 +200,7 @@ def quantize_weight(weight_NK: torch.Tensor, *, bits: int, group_size: int) -> Q
         groups_RGK = in_groups(weight_NK[first : first + step].float(), group_size)
         least_RG, most_RG = groups_RGK.amin(2), groups_RGK.amax(2)
         extreme_RG = torch.where(most_RG > -least_RG, most_RG, least_RG)
-        scales_RG = extreme_RG.where(extreme_RG.abs() > LEAST, 1.0) / -middle
+        scales_RG = torch.where(extreme_RG.abs() <= LEAST, 1.0, extreme_RG) / -middle
         codes_RGK = torch.round(groups_RGK / scales_RG[..., None]).clamp(-middle, middle - 1) + middle
         codes_NK[first : first + step] = codes_RGK.flatten(1)
         scales_NG[first : first + step] = scales_RG

@@ -289,7 +289,7 @@ def _check_targets(targets: Iterable[str], path: Path) -> None:
     for target in targets:
         try:
             re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-        except re.error as e:
+        except (re.error, OverflowError, RecursionError) as e:
             raise ModelError(f"{path}: quantization_config: {target!r} is no regular expression: {e}") from e
 
 

@@ -53,8 +53,8 @@ class YarnScaling:
     factor: Factor
     original_max_position_embeddings: Positions
     attention_factor: Factor | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
+    mscale_all_dim: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
     beta_fast: Factor | None = None
     beta_slow: Factor | None = None
     truncate: bool = True
@@ -188,8 +188,8 @@ def read_rope(fields: ConfigFields, heads: Heads, path: Path, *, of_neighbours: 
     rope = convert(raw, _RopeFields, path, key)
     parts = (rope.partial_rotary_factor, fields.partial_rotary_factor, 1.0)
     part = next(each for each in parts if each is not None)
-    rotary_dim = int(heads.head_dim * part)
-    if rotary_dim % 2 or not 0 < rotary_dim <= heads.head_dim:
+    rotary_dim = int(heads.head_dim * part) if 0 < part <= 1 else 0
+    if rotary_dim % 2 or rotary_dim == 0:
         raise ModelError(
             f"{path}: partial_rotary_factor: {part} of {heads.head_dim} elements is no even number up to that"
         )

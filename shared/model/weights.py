@@ -22,7 +22,7 @@ from shared.errors import ModelError
 from shared.host_memory import new_mapping
 from shared.model.config import ModelConfig
 from shared.model.formats.choice import FORMATS
-from shared.model.formats.common import LinearSpec
+from shared.model.formats.common import LinearSpec, finite
 from shared.model.layer_records import (
     Attention,
     DenseMlp,
@@ -228,6 +228,7 @@ class WeightReader:
             else:
                 size = LinearSpec("lm_head", c.vocab_size, c.hidden_size, scheme).group_size
                 quantized = quantize_weight(piece, bits=scheme.bits, group_size=size)
+                finite("lm_head", quantized.scales_NG)
                 yield first_row, replace(quantized, is_weight_only=scheme.is_weight_only)
             if not tied:  # a tied lm_head was counted by `embed`
                 self._count(piece.numel())

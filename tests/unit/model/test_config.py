@@ -216,6 +216,7 @@ def test_eos_token_ids_are_the_union_of_both_files(
         ({"eos_token_id": ["</s>"]}, ["eos_token_id"]),
         ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "16"]),
         ({"partial_rotary_factor": 0.0}, ["partial_rotary_factor", "0.0 of 16"]),
+        ({"partial_rotary_factor": 1e308}, ["partial_rotary_factor", "1e+308 of 16"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.45}}, ["partial_rotary_factor", "0.45"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["rope_scaling", "factor"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 1e7}}, ["rope_scaling", "factor", "134217728"]),
@@ -232,6 +233,8 @@ def test_eos_token_ids_are_the_union_of_both_files(
         ({"rope_scaling": {"rope_type": "mrope"}}, ["rope_scaling", "mrope", "default, linear"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling", "factor"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}, ["rope_scaling", ">= 1e-09", "factor"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": -1e308}}, ["rope_scaling", "mscale"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters"]),
         (
             {"rope_scaling": LLAMA3_ROPE | {"rope_type": "llama3", "low_freq_factor": 4.0}},
@@ -261,7 +264,9 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\xfe"], ids=["empty", "cut", "array", "not-utf8"]
+    "content",
+    [b"", b"{", b"[]", b"\xff\xfe", b'{"a":' * 10_000],
+    ids=["empty", "cut", "array", "not-utf8", "deep"],
 )
 def test_a_malformed_config_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)

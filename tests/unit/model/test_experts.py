@@ -86,6 +86,11 @@ def test_logits_equal_those_of_transformers(architecture: str, data: st.DataObje
         ("qwen3moe", {"num_local_experts": None}, "num_experts: is missing"),
         ("qwen3moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        (
+            "olmoe",
+            {"num_hidden_layers": 1024, "num_experts": 4096},
+            "num_experts: 4096 .* 1024 .* 65536 in all",
+        ),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("gptoss", {"layer_types": ["full_attention"]}, "layer_types: has 1 layers"),
         ("gptoss", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),

@@ -221,6 +221,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
     ),
     ("fp8-transformers", lambda config: config.pop("weight_block_size"), ["weight_block_size"]),
     ("w8a8", lambda config: config.update(ignore=["re:(lm_head"]), ["re:(lm_head"]),
+    ("w8a8", lambda config: config.update(ignore=["re:a{99999999999}"]), ["re:a{99999999999}", "too large"]),
     ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
     ("awq", lambda config: config.update(bits=3), ["bits", "3"]),
     ("gptq", lambda config: config.update(bits=2), ["bits", "2"]),
@@ -402,6 +403,17 @@ def test_weights_become_the_nearest_codes(bits: int) -> None:
     off_NGK = (quantized_NGK - groups_NGK).abs() / step_NG[..., None]
     assert off_NGK.amax() <= 1.0 and (off_NGK > 0.5001).float().mean() < 0.02
     assert layer.codes_NK.min() == 0 and layer.codes_NK.max() == (1 << bits) - 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("layer", ["model.layers.1.mlp.down_proj", "lm_head"])
+def test_weights_that_are_not_finite_are_not_quantized(tmp_path: Path, layer: str, value: float) -> None:
+    path = make_model(tmp_path, "qwen3", num_hidden_layers=2) / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {f"{layer}.weight": with_last(tensors[f"{layer}.weight"], value)}, path)
+    config = replace(load_model_config(tmp_path), quantization=quantize_on_load("int4"))
+    with pytest.raises(ModelError, match=f"{layer}: a scale is not finite"):
+        load_weights(Checkpoint(tmp_path), config, dtype=torch.bfloat16, device=CPU)
 
 
 def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: Path) -> None:

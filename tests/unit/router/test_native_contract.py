@@ -199,9 +199,13 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_fo
         assert "tokens, which leaves no room" in fits.json()["error"]["message"]
 
 
-async def test_a_body_of_nothing_but_lists_is_not_decoded(model_folder: Path) -> None:
+async def test_a_body_of_nothing_but_lists_or_fields_is_not_decoded(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (_, _, client):
         tiny = b'{"input_ids": [' + b"[1]," * (1 << 18) + b"[1]]}"
         refused = await client.post("/generate", content=tiny)
         assert refused.status_code == 400
         assert "more than 262144 lists and objects" in refused.json()["error"]["message"]
+        fields = b",".join(b'"%x" :1' % i for i in range((1 << 19) + 1))
+        refused = await client.post("/generate", content=b"{" + fields + b"}")
+        assert refused.status_code == 400
+        assert "more than 524288 fields" in refused.json()["error"]["message"]

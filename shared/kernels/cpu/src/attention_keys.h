@@ -106,7 +106,7 @@ class KeyReader {
   }
 
   const KVPages kv_;
-  const Scratch<bf16> k_, v_;  // [lanes][head_dim]
+  const CacheLines<bf16> k_, v_;  // [lanes][head_dim]
   KeyRows rows_;
   KeyScales scales_;
 };
@@ -118,8 +118,8 @@ struct PackedKeys {
 
   void pack(const KeyBlock& block, const KeyBlock& next, int64_t head_dim) const;
 
-  Scratch<bf16> k;  // [dim / 2][keys][2]
-  Scratch<bf16> v;  // [keys / 2][dim][2], dims of a chunk in the order of interleave()
+  CacheLines<bf16> k;  // [dim / 2][keys][2]
+  CacheLines<bf16> v;  // [keys / 2][dim][2], dims of a chunk in the order of interleave()
 };
 
 // Zeros are written where there is no key, over the values of an earlier owner of the page. For each line that is read

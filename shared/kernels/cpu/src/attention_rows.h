@@ -68,12 +68,12 @@ inline void find_rows(const KVPages& kv, const int32_t* pages, int64_t first, in
 
 // Uninitialized memory in whole cache lines.
 template <class T>
-struct Scratch {
-  explicit Scratch(int64_t size)
+struct CacheLines {
+  explicit CacheLines(int64_t size)
       : data(static_cast<T*>(operator new(std::max<int64_t>(size, 1) * sizeof(T), std::align_val_t(64)))) {}
-  ~Scratch() { operator delete(data, std::align_val_t(64)); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
+  ~CacheLines() { operator delete(data, std::align_val_t(64)); }
+  CacheLines(const CacheLines&) = delete;
+  CacheLines& operator=(const CacheLines&) = delete;
 
   T* const data;
 };

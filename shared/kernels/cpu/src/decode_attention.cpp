@@ -17,7 +17,7 @@ struct Splits {
   States of(int64_t split) const { return States::in(floats.data + split * size, num_heads, dim); }
 
   int64_t dim, num_heads, size;
-  Scratch<float> floats;
+  CacheLines<float> floats;
 };
 
 // Merges the splits of a sequence into its result. It overwrites the first one.
@@ -36,7 +36,7 @@ template <class Strips>
 void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std::vector<int64_t>& num_splits) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim();
   const Floats scale = floats(score_scale(head_dim));
-  const Scratch<bf16> q(call.heads.num * dim);  // of the task's sequence
+  const CacheLines<bf16> q(call.heads.num * dim);  // of the task's sequence
   Strips strips(head_dim);
   KeyReader reader(call.kv);
   for (;;) {

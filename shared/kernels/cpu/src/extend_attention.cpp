@@ -39,8 +39,8 @@ struct Workspace {
         split(States::in(floats.data, kRows, dim)),
         whole(States::in(floats.data + States::num_floats(kRows, dim), kRows, dim)) {}
 
-  Scratch<bf16> q;  // [rows][dim]
-  Scratch<float> floats;
+  CacheLines<bf16> q;  // [rows][dim]
+  CacheLines<float> floats;
   States split, whole;  // of the split that is computed, and of those before it
 };
 
