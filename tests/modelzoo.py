@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 MIXTURES = ("qwen3moe", "olmoe", "mixtral", "gptoss")
-ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "glm4", *MIXTURES)
+ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma3", *MIXTURES)
 
 EOS_TOKEN = "<|endoftext|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -230,6 +230,14 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
             return transformers.Phi3Config(**{**rope, **sizes})
         case "glm4":
             return transformers.Glm4Config(**{"head_dim": 32, **sizes})
+        case "gemma3":
+            own = {
+                "head_dim": 32,
+                "query_pre_attn_scalar": 24,
+                "sliding_window": 24,
+                "sliding_window_pattern": 2,
+            }
+            return transformers.Gemma3TextConfig(**own | sizes)
     raise ValueError(f"{architecture!r} is none of {ARCHITECTURES}")
 
 

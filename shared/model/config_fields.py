@@ -51,6 +51,13 @@ class ConfigFields(msgspec.Struct, kw_only=True):
     bos_token_id: TokenId | None = None
     eos_token_id: TokenIds = None
 
+    @property
+    def ropes(self) -> dict[str, dict[str, Any]]:
+        """What the file says of each rotary embedding of the model, by the key that has it."""
+        # transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters. With both, rope_scaling wins.
+        key = "rope_scaling" if self.rope_scaling else "rope_parameters"
+        return {key: self.rope_scaling or self.rope_parameters or {}}
+
 
 class SlidingFields(ConfigFields, kw_only=True):
     """The keys of Qwen's windows."""

@@ -46,7 +46,18 @@ FAMILIES: dict[str, Switches] = {
     "qwen3": {"attention_bias": st.booleans(), **QWEN_WINDOW, **HEAD_DIM},
     "phi3": WINDOW,
     "glm4": {"attention_bias": st.booleans(), **HEAD_DIM},
+    "gemma3": {
+        "attention_bias": st.booleans(),
+        "query_pre_attn_scalar": st.sampled_from([16, 24, 256]),
+        "sliding_window": st.sampled_from(WINDOWS),
+        "sliding_window_pattern": st.integers(1, 3),
+        "rope_local_base_freq": st.sampled_from([1e4, 1e5]),
+        **HEAD_DIM,
+    },
 }
+
+ROPES = {"phi3": ("longrope",), "gemma3": ("linear", "dynamic", "llama3")}
+"""The rope types of these families. Of a YaRN for each type of layer, transformers 5.24 does not read `truncate`."""
 
 
 @st.composite
@@ -58,7 +69,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     if family in ("phi3", "glm4"):
         rotary_dim = draw(st.sampled_from([head_dim, head_dim // 2, head_dim - 2]))
         fields["partial_rotary_factor"] = rotary_dim / head_dim
-    scaling = draw(st.one_of(st.none(), scalings(rotary_dim, ("longrope",) if family == "phi3" else KINDS)))
+    scaling = draw(st.one_of(st.none(), scalings(rotary_dim, ROPES.get(family, KINDS))))
     if scaling is not None:
         scaling.pop("original_max_position_embeddings", None)
         original = draw(st.sampled_from([16, LENGTH]))

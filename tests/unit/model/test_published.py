@@ -21,7 +21,7 @@ from shared.kernels.cpu.library import Team, load_library
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.dummy_weights import DummyWeights
 from shared.model.packed_weights import load_packed_weights, native_obstacle
-from shared.model.rope import LongScaling, YarnScaling
+from shared.model.rope import LinearScaling, LongScaling, YarnScaling
 from shared.model.weights import weights_nbytes
 from tests.backend_rig import CPU
 from tests.meta_rig import MetaRig
@@ -174,6 +174,37 @@ MODELS = {
         9.4e9,
         32768,
     ),
+    # https://huggingface.co/google/gemma-3-1b-it/blob/main/config.json
+    "gemma-3-1b": Published(
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 262144,
+        },
+        1.0e9,
+        32768,
+    ),
     # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
     "gpt-oss-20b": Published(
         {
@@ -244,6 +275,26 @@ def test_a_forward_of_random_weights_at_full_width(tmp_path: Path, name: str) ->
     rig.run([Extend(0, 0, [1] * 16)], [(2, 4)], GREEDY)
 
 
+def test_the_layers_of_gemma(tmp_path: Path) -> None:
+    """Every sixth sees its whole sequence. transformers 5 writes the same in other keys."""
+    config = load(tmp_path, "gemma-3-1b")
+    attention = [layer.attention for layer in config.layers]
+    assert [i for i, each in enumerate(attention) if each.window is None] == [5, 11, 17, 23]
+    assert {each.window for each in attention} == {512, None}
+    assert [config.ropes[each.rope].theta for each in attention[3:7]] == [1e4, 1e4, 1e6, 1e4]
+    kinds = ["full_attention" if each.window is None else "sliding_attention" for each in attention]
+    of_kinds = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    newer = load(
+        tmp_path, "gemma-3-1b", layer_types=kinds, sliding_window_pattern=1, rope_parameters=of_kinds
+    )
+    assert newer.layers == config.layers
+    assert [rope.theta for rope in newer.ropes] == [5e5, 1e4]
+    assert [rope.scaling for rope in newer.ropes] == [LinearScaling(factor=8.0), None]
+
+
 @pytest.mark.usefixtures("native_kernels")
 def test_gpt_oss_runs_at_its_widths(tmp_path: Path) -> None:
     """A layer with a window and one without, with MXFP4 experts; a smaller vocabulary.
@@ -270,10 +321,10 @@ def test_gpt_oss_runs_at_its_widths(tmp_path: Path) -> None:
 
 def test_what_scaling_makes_of_cosines(tmp_path: Path) -> None:
     """Those of Qwen2.5 grow by 0.1 ln 4 (YaRN), and those of Phi-4-mini by LongRoPE's rule for 32 times 4096."""
-    yarn = load(tmp_path, "Qwen2.5-7B-YaRN").rope.scaling
+    yarn = load(tmp_path, "Qwen2.5-7B-YaRN").ropes[0].scaling
     assert isinstance(yarn, YarnScaling) and yarn.amplitude == pytest.approx(1.1386294)
     config = load(tmp_path, "Phi-4-mini")
-    assert isinstance(config.rope.scaling, LongScaling) and config.rope.scaling.is_long
-    assert config.rope.scaling.amplitude == pytest.approx(1.1902381)
-    short = config.made_for(4096).rope.scaling
+    assert isinstance(config.ropes[0].scaling, LongScaling) and config.ropes[0].scaling.is_long
+    assert config.ropes[0].scaling.amplitude == pytest.approx(1.1902381)
+    short = config.made_for(4096).ropes[0].scaling
     assert isinstance(short, LongScaling) and not short.is_long
