@@ -98,7 +98,7 @@ def make_model(
         model.to(getattr(torch, dtype))
         model.generation_config = transformers.GenerationConfig(eos_token_id=[EOS_TOKEN_ID, IM_END_ID])
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-    write_tokenizer(folder, vocab_size=model.config.vocab_size)
+    write_tokenizer(folder, vocab_size=model.config.get_text_config().vocab_size)
     return folder
 
 
@@ -238,6 +238,11 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
                 "sliding_window_pattern": 2,
             }
             return transformers.Gemma3TextConfig(**own | sizes)
+        case "gemma3_images":
+            vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 14}
+            vision |= {"num_attention_heads": 2, "image_size": 28}
+            text = _config(transformers, "gemma3", overrides)
+            return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     raise ValueError(f"{architecture!r} is none of {ARCHITECTURES}")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ModelError
-from shared.model.config_fields import ConfigFields, TokenIds, decode_file
+from shared.model.config_fields import ConfigFields, TokenIds, convert, decode_file
 from shared.model.family import F, Family
 from shared.model.layer_records import ExpertsMlp, Heads, Layer
 from shared.model.models import families
@@ -65,6 +65,8 @@ class ModelConfig:
     """What multiplies embeddings, before it is rounded to their type."""
     norms_add_one: bool = False
     """Whether norms multiply by 1 + their weight, in float32."""
+    prefix: str = ""
+    """What the names of tensors begin with. That of an lm_head that is not tied does not."""
 
     @property
     def num_layers(self) -> int:
@@ -102,6 +104,7 @@ class _Identity(msgspec.Struct, kw_only=True):
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
     """Its name in files of the first versions of compressed-tensors."""
+    text_config: dict[str, Any] | None = None
 
 
 class _GenerationFields(msgspec.Struct, kw_only=True):
@@ -119,7 +122,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     architecture = identity.architectures[0] if identity.architectures else "(an empty list)"
     family = _family(architecture, path)
     quantization = identity.quantization_config or identity.compression_config
-    fields = decode_file(path, family.fields)
+    fields = _fields(family, path, identity.text_config or {})
     heads = _heads(fields, path)
     ropes = read_ropes(fields, heads, path, of_neighbours=family.rotates_neighbours)
     config = ModelConfig(
@@ -141,8 +144,15 @@ def load_model_config(folder: Path) -> ModelConfig:
         quantization=None if quantization is None else read_quantization(quantization, path),
         embed_scale=fields.hidden_size**0.5 if family.scales_embeddings else 1.0,
         norms_add_one=family.norms_add_one,
+        prefix=fields.prefix,
     )
     return config.made_for(config.max_position_embeddings)
+
+
+def _fields(family: Family[F], path: Path, text_config: dict[str, Any]) -> F:
+    if not family.has_text_config:
+        return decode_file(path, family.fields)
+    return convert(decode_file(path, dict[str, Any]) | text_config, family.fields, path, "text_config")
 
 
 def _layers(family: Family[F], fields: F, heads: Heads, path: Path) -> tuple[Layer, ...]:

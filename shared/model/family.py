@@ -23,6 +23,8 @@ class Family(Generic[F]):
     architecture: str
     fields: type[F]
     """The keys of config.json that are read. All others are ignored, so they must not change what is computed."""
+    has_text_config: bool = False
+    """Whether `text_config` has the keys of what is served. What it leaves out is read beside it."""
     layer: Callable[[F, Heads, int], Layer]
     """Layer i."""
     rotates_neighbours: bool = False

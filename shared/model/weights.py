@@ -181,9 +181,10 @@ class WeightReader:
 
     def embed(self) -> torch.Tensor:
         """Read the embedding table [V, D]. With tied embeddings it is the lm_head too."""
-        if self._device.type != "cpu" or self._source.dtype(_EMBED) != self._dtype:
-            return self._stack({_EMBED: self._config.vocab_size}, self._config.hidden_size)
-        embed_VD = self._source.mapped(_EMBED)
+        name = self._config.prefix + _EMBED
+        if self._device.type != "cpu" or self._source.dtype(name) != self._dtype:
+            return self._stack({name: self._config.vocab_size}, self._config.hidden_size)
+        embed_VD = self._source.mapped(name)
         self._count(embed_VD.numel())
         return embed_VD
 
@@ -197,7 +198,7 @@ class WeightReader:
 
     def norm(self) -> torch.Tensor:
         """Read the final norm [D]."""
-        return self._norm({_NORM: self._config.hidden_size})
+        return self._norm({self._config.prefix + _NORM: self._config.hidden_size})
 
     def lm_head(self, embed_VD: torch.Tensor) -> Linear:
         """Read the lm_head. A tied one that is not quantized is `embed_VD`."""
@@ -223,7 +224,7 @@ class WeightReader:
             self._count(_num_stored(layer))
             return
         tied = c.tie_word_embeddings
-        for first_row, piece in self._source.pieces(_EMBED if tied else _LM_HEAD):
+        for first_row, piece in self._source.pieces(c.prefix + _EMBED if tied else _LM_HEAD):
             if scheme is None:
                 dense = piece.to(device=self._device, dtype=self._dtype)
                 yield first_row, DenseLinear(weight_NK=dense, bias_N=None)
@@ -364,7 +365,10 @@ class WeightReader:
 
 def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor of the architecture. Raises ModelError for layers whose quantization does not fit their sizes."""
-    specs = {_EMBED: TensorSpec((c.vocab_size, c.hidden_size)), _NORM: TensorSpec((c.hidden_size,))}
+    specs = {
+        c.prefix + _EMBED: TensorSpec((c.vocab_size, c.hidden_size)),
+        c.prefix + _NORM: TensorSpec((c.hidden_size,)),
+    }
     for projection in _projections(c):
         scheme = _scheme_of(c, projection)
         for name, n in projection.outputs.items():

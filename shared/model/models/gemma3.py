@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shared.model.config_fields import ConfigFields, Factor, HeadDim, LayerTypes, Positions, Theta
+from shared.model.config_fields import (
+    ConfigFields,
+    Epsilon,
+    Factor,
+    HeadDim,
+    LayerTypes,
+    NumHeads,
+    Positions,
+    Theta,
+    Vocabulary,
+)
 from shared.model.family import Family, dense_mlp, is_sliding_layer, o_projection, qkv_projection
 from shared.model.layer_records import Attention, Heads, Layer
 
@@ -17,8 +27,13 @@ _LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class Gemma3Fields(ConfigFields, kw_only=True):
-    """Keys of config.json."""
+    """Keys of config.json. Files of models with images leave out those that have a default."""
 
+    vocab_size: Vocabulary = 262_208
+    num_attention_heads: NumHeads = 8
+    num_key_value_heads: NumHeads = 4
+    rms_norm_eps: Epsilon = 1e-6
+    max_position_embeddings: Positions = 131_072
     head_dim: HeadDim = 256
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True
@@ -57,7 +72,7 @@ class Gemma3Fields(ConfigFields, kw_only=True):
 
 
 def _layer(fields: Gemma3Fields, heads: Heads, i: int) -> Layer:
-    name = f"model.layers.{i}"
+    name = f"{fields.prefix}model.layers.{i}"
     attention, bias = f"{name}.self_attn", fields.attention_bias
     is_full = (i + 1) % fields.sliding_window_pattern == 0
     is_sliding = is_sliding_layer(fields, fields.layer_types, i, otherwise=not is_full)

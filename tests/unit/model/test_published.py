@@ -17,6 +17,7 @@ import torch
 
 from shared.engine.backends import NativeModel
 from shared.engine.cuda.batches import GREEDY, Extend
+from shared.errors import ModelError
 from shared.kernels.cpu.library import Team, load_library
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.dummy_weights import DummyWeights
@@ -205,6 +206,28 @@ MODELS = {
         1.0e9,
         32768,
     ),
+    # https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json
+    "gemma-3-4b": Published(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 256,
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "patch_size": 14},
+        },
+        3.88e9,  # of text
+        131072,
+    ),
     # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
     "gpt-oss-20b": Published(
         {
@@ -271,7 +294,9 @@ def test_a_published_config(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt-oss-20b"])
 def test_a_forward_of_random_weights_at_full_width(tmp_path: Path, name: str) -> None:
-    rig = MetaRig(load(tmp_path, name, num_hidden_layers=1))
+    fields = MODELS[name].fields
+    part = fields.get("text_config", {}) | {"num_hidden_layers": 1}
+    rig = MetaRig(load(tmp_path, name, **({"text_config": part} if "text_config" in fields else part)))
     rig.run([Extend(0, 0, [1] * 16)], [(2, 4)], GREEDY)
 
 
@@ -293,6 +318,18 @@ def test_the_layers_of_gemma(tmp_path: Path) -> None:
     assert newer.layers == config.layers
     assert [rope.theta for rope in newer.ropes] == [5e5, 1e4]
     assert [rope.scaling for rope in newer.ropes] == [LinearScaling(factor=8.0), None]
+
+
+def test_the_text_part_of_gemma(tmp_path: Path) -> None:
+    """What `text_config` leaves out is beside it, or has the defaults of transformers."""
+    config = load(tmp_path, "gemma-3-4b")
+    assert (config.eos_token_ids, config.dtype, config.tie_word_embeddings) == ((1, 106), "bfloat16", True)
+    assert config.layers[0].attention_norm == "language_model.model.layers.0.input_layernorm.weight"
+    assert [rope.scaling for rope in config.ropes] == [LinearScaling(factor=8.0), None]
+    with pytest.raises(ModelError, match=r"text_config: .*tie_word_embeddings"):
+        load(tmp_path, "gemma-3-4b", tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"text_config: .*hidden_size"):
+        load(tmp_path, "gemma-3-4b", text_config={})
 
 
 @pytest.mark.usefixtures("native_kernels")
