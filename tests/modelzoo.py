@@ -228,6 +228,8 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
             parts = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
             rope = {"rope_scaling": dict(_LONGROPE), **parts}
             return transformers.Phi3Config(**{**rope, **sizes})
+        case "glm":
+            return transformers.GlmConfig(**{"head_dim": 32, **sizes})
         case "glm4":
             return transformers.Glm4Config(**{"head_dim": 32, **sizes})
         case "gemma3":

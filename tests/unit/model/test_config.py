@@ -192,7 +192,10 @@ def test_eos_token_ids_are_the_union_of_both_files(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["GlmForCausalLM"]}, ["GlmForCausalLM", "LlamaForCausalLM, MistralForCausalLM"]),
+        (
+            {"architectures": ["GPTNeoXForCausalLM"]},
+            ["GPTNeoXForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
+        ),
         ({"architectures": []}, ["architectures"]),
         ({"architectures": ["Qwen3NextForCausalLM"]}, ["recurrent state", "nearest", "is Qwen3ForCausalLM"]),
         ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, ["Qwen3_5", "recurrent state"]),

@@ -45,6 +45,7 @@ FAMILIES: dict[str, Switches] = {
     "qwen2": QWEN_WINDOW,
     "qwen3": {"attention_bias": st.booleans(), **QWEN_WINDOW, **HEAD_DIM},
     "phi3": WINDOW,
+    "glm": {"attention_bias": st.booleans(), **HEAD_DIM},
     "glm4": {"attention_bias": st.booleans(), **HEAD_DIM},
     "gemma3": {
         "attention_bias": st.booleans(),
@@ -66,7 +67,7 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     fields = draw(st.fixed_dictionaries({**SIZES, **FAMILIES[family]}))
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     rotary_dim = head_dim
-    if family in ("phi3", "glm4"):
+    if family in ("phi3", "glm", "glm4"):
         rotary_dim = draw(st.sampled_from([head_dim, head_dim // 2, head_dim - 2]))
         fields["partial_rotary_factor"] = rotary_dim / head_dim
     scaling = draw(st.one_of(st.none(), scalings(rotary_dim, ROPES.get(family, KINDS))))
