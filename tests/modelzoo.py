@@ -223,7 +223,8 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
         case "olmoe":
             return transformers.OlmoeConfig(**_EXPERTS | sizes)
         case "mixtral":
-            return transformers.MixtralConfig(**{"num_local_experts": 4, "num_experts_per_tok": 2, **sizes})
+            own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+            return transformers.MixtralConfig(**own | sizes)
         case "phi3":
             parts = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
             rope = {"rope_scaling": dict(_LONGROPE), **parts}
