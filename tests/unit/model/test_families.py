@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.model.models import families
 from tests.modelzoo import make_model, random_prompt, reference_logits
 from tests.unit.model.test_decoder import load, logits_in_chunks
 from tests.unit.model.test_rope import KINDS, scalings
@@ -97,3 +99,15 @@ def test_logits_are_those_of_transformers(family: str) -> None:
             torch.testing.assert_close(logits, reference_logits(Path(folder), ids), atol=1e-3, rtol=0)
 
     check()
+
+
+@pytest.mark.parametrize("architecture", families())
+def test_switches_that_a_file_leaves_out_are_those_of_transformers(architecture: str) -> None:
+    """No tensor's shape shows a wrong one."""
+    import transformers  # slow
+
+    config = getattr(transformers, architecture).config_class().get_text_config()
+    fields = msgspec.structs.fields(families()[architecture].fields)
+    switches = {field.name: field.default for field in fields if isinstance(field.default, bool)}
+    assert "tie_word_embeddings" in switches
+    assert switches == {name: getattr(config, name) for name in switches}
