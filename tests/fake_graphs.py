@@ -197,6 +197,9 @@ class RowwiseOps:
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         return self.ops.silu_mul(gate_up_TG)
 
+    def gelu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        return self.ops.gelu_mul(gate_up_TG)
+
     def experts(
         self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]
     ) -> torch.Tensor:

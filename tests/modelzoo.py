@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 MIXTURES = ("qwen3moe", "olmoe", "mixtral", "gptoss")
-ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "glm4", *MIXTURES)
+ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "glm4", "gemma3", *MIXTURES)
 
 EOS_TOKEN = "<|endoftext|>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -98,7 +98,7 @@ def make_model(
         model.to(getattr(torch, dtype))
         model.generation_config = transformers.GenerationConfig(eos_token_id=[EOS_TOKEN_ID, IM_END_ID])
         model.save_pretrained(folder, max_shard_size=max_shard_size)
-    write_tokenizer(folder, vocab_size=model.config.vocab_size)
+    write_tokenizer(folder, vocab_size=model.config.get_text_config().vocab_size)
     return folder
 
 
@@ -223,13 +223,29 @@ def _config(transformers: Any, architecture: str, overrides: dict[str, Any]) -> 
         case "olmoe":
             return transformers.OlmoeConfig(**_EXPERTS | sizes)
         case "mixtral":
-            return transformers.MixtralConfig(**{"num_local_experts": 4, "num_experts_per_tok": 2, **sizes})
+            own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+            return transformers.MixtralConfig(**own | sizes)
         case "phi3":
             parts = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 512}
             rope = {"rope_scaling": dict(_LONGROPE), **parts}
             return transformers.Phi3Config(**{**rope, **sizes})
+        case "glm":
+            return transformers.GlmConfig(**{"head_dim": 32, **sizes})
         case "glm4":
             return transformers.Glm4Config(**{"head_dim": 32, **sizes})
+        case "gemma3":
+            own = {
+                "head_dim": 32,
+                "query_pre_attn_scalar": 24,
+                "sliding_window": 24,
+                "sliding_window_pattern": 2,
+            }
+            return transformers.Gemma3TextConfig(**own | sizes)
+        case "gemma3_images":
+            vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 14}
+            vision |= {"num_attention_heads": 2, "image_size": 28}
+            text = _config(transformers, "gemma3", overrides)
+            return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     raise ValueError(f"{architecture!r} is none of {ARCHITECTURES}")
 
 

@@ -202,7 +202,7 @@ def build_engine(
             num_layers=shape.model.num_layers,
             num_kv_heads=shape.model.num_kv_heads,
             head_dim=shape.model.head_dim,
-            numerics=f"{backend.numerics}/{dtype_name(shape.dtype)}{shape.model.rope.context_name}",
+            numerics=f"{backend.numerics}/{dtype_name(shape.dtype)}{shape.model.context_name}",
             quantization=quantized,
             kv_cache_dtype="" if shape.kv_dtype == shape.dtype else dtype_name(shape.kv_dtype),
         ),

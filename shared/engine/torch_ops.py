@@ -17,7 +17,7 @@ from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.torch_backend import Kernels
 from shared.kernels.reference import write_kv
 from shared.model.experts import multiply
-from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
+from shared.model.layers import apply_rotary, gelu_mul, rms_norm, rotary_cos_sin, silu_mul
 from shared.model.linear import Linear
 from shared.model.ops import Rotary
 from shared.model.weights import ExpertsWeights
@@ -78,6 +78,10 @@ class TorchOps:
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""
         return silu_mul(gate_up_TG)
+
+    def gelu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        """GEGLU's product."""
+        return gelu_mul(gate_up_TG)
 
     def experts(
         self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from shared.errors import ModelError
-from shared.model.config_fields import ConfigFields, TokenIds, decode_file
+from shared.model.config_fields import ConfigFields, TokenIds, convert, decode_file
 from shared.model.family import F, Family
 from shared.model.layer_records import ExpertsMlp, Heads, Layer
 from shared.model.models import families
 from shared.model.quantization import Quantization, read_quantization
-from shared.model.rope import Rope, read_rope
+from shared.model.rope import Rope, read_ropes
 
 _RECURRENT = " (it has layers with a recurrent state)"
 _LATENT = " (its attention keeps a latent vector in place of keys and values)"
@@ -53,13 +53,20 @@ class ModelConfig:
     head_dim: int
     layers: tuple[Layer, ...]
     rms_norm_eps: float
-    rope: Rope
+    ropes: tuple[Rope, ...]
+    """Of which each layer has one."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     quantization: Quantization | None = None
+    embed_scale: float = 1.0
+    """What multiplies embeddings, before it is rounded to their type."""
+    norms_add_one: bool = False
+    """Whether norms multiply by 1 + their weight, in float32."""
+    prefix: str = ""
+    """What the names of tensors begin with. That of an lm_head that is not tied does not."""
 
     @property
     def num_layers(self) -> int:
@@ -76,11 +83,16 @@ class ModelConfig:
         """The numbers of inputs of the layers' projections."""
         return frozenset(each.num_inputs for layer in self.layers for each in layer.projections)
 
+    @property
+    def context_name(self) -> str:
+        """What of the context length has changed keys. Nodes with other names compute other keys."""
+        return "".join(rope.context_name for rope in self.ropes)
+
     def made_for(self, context_length: int) -> ModelConfig:
         """The same, with the rotary frequencies of a context of so many tokens, and without windows as long as it."""
         return replace(
             self,
-            rope=self.rope.made_for(context_length),
+            ropes=tuple(rope.made_for(context_length) for rope in self.ropes),
             layers=tuple(layer.made_for(context_length) for layer in self.layers),
         )
 
@@ -92,6 +104,7 @@ class _Identity(msgspec.Struct, kw_only=True):
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
     """Its name in files of the first versions of compressed-tensors."""
+    text_config: dict[str, Any] | None = None
 
 
 class _GenerationFields(msgspec.Struct, kw_only=True):
@@ -109,9 +122,9 @@ def load_model_config(folder: Path) -> ModelConfig:
     architecture = identity.architectures[0] if identity.architectures else "(an empty list)"
     family = _family(architecture, path)
     quantization = identity.quantization_config or identity.compression_config
-    fields = decode_file(path, family.fields)
+    fields = _fields(family, path, identity.text_config or {})
     heads = _heads(fields, path)
-    rope = read_rope(fields, heads, path, of_neighbours=family.rotates_neighbours)
+    ropes = read_ropes(fields, heads, path, of_neighbours=family.rotates_neighbours)
     config = ModelConfig(
         architecture=architecture,
         model_type=fields.model_type,
@@ -122,15 +135,24 @@ def load_model_config(folder: Path) -> ModelConfig:
         head_dim=heads.head_dim,
         layers=_layers(family, fields, heads, path),
         rms_norm_eps=fields.rms_norm_eps,
-        rope=rope,
-        max_position_embeddings=rope.num_positions(fields.max_position_embeddings),
+        ropes=ropes,
+        max_position_embeddings=ropes[0].num_positions(fields.max_position_embeddings),
         tie_word_embeddings=fields.tie_word_embeddings,
         dtype=_dtype(fields, path),
         eos_token_ids=_eos_token_ids(fields, folder),
         bos_token_id=fields.bos_token_id,
         quantization=None if quantization is None else read_quantization(quantization, path),
+        embed_scale=fields.hidden_size**0.5 if family.scales_embeddings else 1.0,
+        norms_add_one=family.norms_add_one,
+        prefix=fields.prefix,
     )
     return config.made_for(config.max_position_embeddings)
+
+
+def _fields(family: Family[F], path: Path, text_config: dict[str, Any]) -> F:
+    if not family.has_text_config:
+        return decode_file(path, family.fields)
+    return convert(decode_file(path, dict[str, Any]) | text_config, family.fields, path, "text_config")
 
 
 def _layers(family: Family[F], fields: F, heads: Heads, path: Path) -> tuple[Layer, ...]:

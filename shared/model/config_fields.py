@@ -7,7 +7,7 @@ imports this file, so this file never imports torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +17,9 @@ Factor = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
 Theta = Annotated[float, msgspec.Meta(gt=1, le=1e12)]
 Positions = Annotated[int, msgspec.Meta(gt=0, le=2**27)]
 Width = Annotated[int, msgspec.Meta(gt=0, le=2**22)]
+Vocabulary = Annotated[int, msgspec.Meta(gt=0, le=2**24)]
+NumHeads = Annotated[int, msgspec.Meta(gt=0, le=2**12)]
+Epsilon = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 HeadDim = Annotated[int, msgspec.Meta(gt=0, le=2**12, multiple_of=2)]
 NumExperts = Annotated[int, msgspec.Meta(gt=0, le=2**12)]
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
@@ -31,16 +34,18 @@ T = TypeVar("T")
 class ConfigFields(msgspec.Struct, kw_only=True):
     """The keys of every family. `head_dim` is None where it follows from other widths."""
 
+    prefix: ClassVar[str] = ""
+    """What the names of tensors begin with. That of an lm_head that is not tied does not."""
     model_type: str
-    vocab_size: Annotated[int, msgspec.Meta(gt=0, le=2**24)]
+    vocab_size: Vocabulary
     hidden_size: Width
     num_hidden_layers: Annotated[int, msgspec.Meta(gt=0, le=2**10)]
-    num_attention_heads: Annotated[int, msgspec.Meta(gt=0, le=2**12)]
-    num_key_value_heads: Annotated[int, msgspec.Meta(gt=0, le=2**12)] | None = None
+    num_attention_heads: NumHeads
+    num_key_value_heads: NumHeads | None = None
     head_dim: HeadDim | None = None
     intermediate_size: Width
     hidden_act: Literal["silu"] = "silu"
-    rms_norm_eps: Annotated[float, msgspec.Meta(ge=0, lt=1)]
+    rms_norm_eps: Epsilon
     max_position_embeddings: Positions
     tie_word_embeddings: bool = False
     original_max_position_embeddings: Positions | None = None
@@ -52,6 +57,13 @@ class ConfigFields(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     bos_token_id: TokenId | None = None
     eos_token_id: TokenIds = None
+
+    @property
+    def ropes(self) -> dict[str, dict[str, Any]]:
+        """What the file says of each rotary embedding of the model, by the key that has it."""
+        # transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters. With both, rope_scaling wins.
+        key = "rope_scaling" if self.rope_scaling else "rope_parameters"
+        return {key: self.rope_scaling or self.rope_parameters or {}}
 
 
 class SlidingFields(ConfigFields, kw_only=True):

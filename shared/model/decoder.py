@@ -36,7 +36,9 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         self.config = config
         self.weights = weights
-        self.rotary_waves = rotary_waves(config.rope, config.head_dim, weights.embed_VD.device)
+        embed_VD = weights.embed_VD
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=embed_VD.dtype).item()
+        self.rotary_waves = [rotary_waves(rope, config.head_dim, embed_VD.device) for rope in config.ropes]
 
     @classmethod
     def load(
@@ -64,10 +66,12 @@ class Decoder:
         """
         eps = self.config.rms_norm_eps
         x_TD, residual_TD = ops.embed(input_ids_T, self.weights.embed_VD), None
-        rotary = ops.rotary(positions_T, self.rotary_waves, x_TD.dtype)
+        if self.embed_scale != 1.0:
+            x_TD = x_TD * self.embed_scale
+        rotaries = [ops.rotary(positions_T, waves_2R, x_TD.dtype) for waves_2R in self.rotary_waves]
         for i, layer in enumerate(self.weights.layers):
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.attention_norm_D, eps)
-            x_TD = self._attention(i, layer.attention, normed_TD, rotary, ops)
+            x_TD = self._attention(i, layer.attention, normed_TD, rotaries[layer.attention.rope], ops)
             x_TD = self._normed(x_TD, layer.attention_out_norm_D, ops)
             normed_TD, residual_TD = ops.add_norm(x_TD, residual_TD, layer.mlp_norm_D, eps)
             x_TD = self._normed(_mlp(layer.mlp, normed_TD, ops), layer.mlp_out_norm_D, ops)
@@ -109,4 +113,5 @@ def _mlp(weights: MlpWeights[Linear] | ExpertsWeights[Linear], x_TD: torch.Tenso
     if isinstance(weights, ExpertsWeights):
         return ops.experts(x_TD, ops.linear(x_TD, weights.router), weights)
     gate_up_TG = ops.linear(x_TD, weights.gate_up_proj)
-    return ops.linear(ops.silu_mul(gate_up_TG), weights.down_proj)
+    gated_TF = ops.gelu_mul(gate_up_TG) if weights.is_gelu else ops.silu_mul(gate_up_TG)
+    return ops.linear(gated_TF, weights.down_proj)

@@ -27,9 +27,10 @@ FP4_STD = (137 / 16) ** 0.5
 class DummyWeights:
     """A WeightSource without files. Logits have a standard deviation of about 1 for any depth and width.
 
-    The weights of norms are 1. Elements of a matrix are uniform with a variance of 1 / its width, so that each
-    product has the variance of its input. The embedding table has the same scale, since it may be the lm_head too.
-    Blocks of MXFP4 are random bits, and their scales the power of two with which products come nearest to that.
+    That is 2 where norms add 1 to their weight. The weights of norms are 1. Elements of a matrix are uniform with a
+    variance of 1 / its width, so that each product has the variance of its input. The embedding table has the same
+    scale, since it may be the lm_head too. Blocks of MXFP4 are random bits, and their scales the power of two with
+    which products come nearest to that.
     """
 
     def __init__(self, seed: int, device: torch.device, *, piece_elements: int = PIECE_ELEMENTS) -> None:

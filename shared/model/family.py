@@ -23,10 +23,16 @@ class Family(Generic[F]):
     architecture: str
     fields: type[F]
     """The keys of config.json that are read. All others are ignored, so they must not change what is computed."""
+    has_text_config: bool = False
+    """Whether `text_config` has the keys of what is served. What it leaves out is read beside it."""
     layer: Callable[[F, Heads, int], Layer]
     """Layer i."""
     rotates_neighbours: bool = False
     """Whether element 2i of a head is rotated with 2i + 1."""
+    scales_embeddings: bool = False
+    """Whether embeddings are multiplied by hidden_size ** 0.5."""
+    norms_add_one: bool = False
+    """Whether norms multiply by 1 + their weight, in float32."""
 
 
 def qkv_projection(attention: str, fields: ConfigFields, heads: Heads, *, has_bias: bool) -> Projection:
@@ -49,6 +55,7 @@ def dense_mlp(
     fields: ConfigFields,
     *,
     has_bias: bool = False,
+    is_gelu: bool = False,
     size: int | None = None,
     names: tuple[str, str, str] = MLP_NAMES,
 ) -> DenseMlp:
@@ -57,6 +64,7 @@ def dense_mlp(
     return DenseMlp(
         gate_up=Projection({f"{mlp}.{gate}": size, f"{mlp}.{up}": size}, fields.hidden_size, has_bias),
         down=Projection({f"{mlp}.{down}": fields.hidden_size}, size, has_bias),
+        is_gelu=is_gelu,
     )
 
 

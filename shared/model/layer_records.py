@@ -68,6 +68,10 @@ class Attention:
     """Whether q is normed as a whole, and so is k (OLMoE). Else each head is, with one weight for all heads."""
     window: int | None = None
     """A token sees the last `window` tokens, itself among them. None: all of its sequence."""
+    rope: int = 0
+    """The index of its rotary embedding in `ModelConfig.ropes`."""
+    q_scale: float = 1.0
+    """What multiplies scores beside head_dim ** -0.5. The norm of q has it in its weight, so there must be one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,8 @@ class DenseMlp:
 
     gate_up: Projection
     down: Projection
+    is_gelu: bool = False
+    """Whether it is down(gelu(gate) * up), with GELU by tanh (arXiv 1606.08415). Never of an expert."""
 
     @property
     def projections(self) -> Iterator[Projection]:

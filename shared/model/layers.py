@@ -9,17 +9,18 @@ axis), F intermediate size, G = 2 * F, R = head_dim / 2 rotary pairs.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 
 def rms_norm(x_D: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each last-axis vector to root mean square 1, then by `weight_D` (arXiv 1910.07467).
 
-    The weight may have leading axes that broadcast. The weight of Qwen3 broadcasts over heads.
+    The weight may have leading axes that broadcast. The weight of Qwen3 broadcasts over heads. The product has the
+    type of the weight: that of x in most models, float32 in Gemma's.
     """
     wide_D = x_D.float()
     normed_D = wide_D * torch.rsqrt(wide_D.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_D * normed_D.to(x_D.dtype)
+    return (weight_D * normed_D.to(weight_D.dtype)).to(x_D.dtype)
 
 
 def clamped_silu_mul(gate_up_TG: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
@@ -33,6 +34,12 @@ def silu_mul(gate_up_TG: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up [T, F] of the fused projection [T, 2F], gate first: SwiGLU (arXiv 2002.05202)."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     return silu(gate_TF) * up_TF
+
+
+def gelu_mul(gate_up_TG: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up, as `silu_mul`: GEGLU, with GELU's approximation by tanh."""
+    gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
+    return gelu(gate_TF, approximate="tanh") * up_TF
 
 
 def rotary_cos_sin(

@@ -19,7 +19,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 class Ops(Protocol):
     """The operations of one forward. Only `norm_rope_write` and `attend` deal with sequences, pages and KV.
 
-    A result may be a buffer that a later call of the same method overwrites.
+    A result may be a buffer that a later call of the same method overwrites, but not one of `rotary`.
     """
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Ops(Protocol):
         ...
 
     def rotary(self, positions_T: torch.Tensor, waves_2R: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        """Return the angles of all tokens. Called once in a forward."""
+        """Return the angles of all tokens. Called once in a forward for each rotary embedding."""
         ...
 
     def add_norm(
@@ -68,6 +68,10 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up, [T, G / 2], gate first."""
+        ...
+
+    def gelu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        """Return gelu(gate) * up, [T, G / 2], gate first, with GELU's approximation by tanh."""
         ...
 
     def experts(

@@ -92,7 +92,11 @@ def load_packed_weights(
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
-        rotary_waves=packer.floats(rotary_waves(config.rope, config.head_dim, cpu)),
+        embed_scale=torch.tensor(config.embed_scale, dtype=torch.bfloat16).item(),
+        num_ropes=len(config.ropes),
+        rotary_waves=packer.floats(
+            torch.stack([rotary_waves(rope, config.head_dim, cpu) for rope in config.ropes])
+        ),
         embed=embed_VD.data_ptr(),
         norm=norm,
         lm_head=lm_head,
@@ -122,6 +126,7 @@ class Packer:
             o=layer.attention.o_proj,
             whole_qk=layer.attention.norms_whole_qk,
             window=layer.attention.window or 0,
+            rope=layer.attention.rope,
         )
         if isinstance(layer.mlp, ExpertsWeights):
             experts = self.experts(layer.mlp)
@@ -129,6 +134,7 @@ class Packer:
             desc.experts = ctypes.addressof(experts)
         else:
             desc.gate_up, desc.down = layer.mlp.gate_up_proj, layer.mlp.down_proj
+            desc.gelu = layer.mlp.is_gelu
         return desc
 
     def linear(self, linear: Linear, is_gate_up: bool = False) -> LinearDesc:

@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json describes it: `read_rope`.
+"""Rotary position embedding as config.json describes it: `read_ropes`.
 
 The router imports this file, so this file never imports torch. `shared/model/rotary.py` computes the frequencies.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -178,11 +178,16 @@ class _RopeFields(msgspec.Struct, kw_only=True):
     original_max_position_embeddings: Positions | None = None
 
 
-def read_rope(fields: ConfigFields, heads: Heads, path: Path, *, of_neighbours: bool) -> Rope:
-    """Read the keys of rope in config.json, which is at `path`. Raises ModelError."""
-    # transformers 4 writes rope_theta and rope_scaling, 5 writes rope_parameters. With both, rope_scaling wins.
-    key = "rope_scaling" if fields.rope_scaling else "rope_parameters"
-    raw = fields.rope_scaling or fields.rope_parameters or {}
+def read_ropes(fields: ConfigFields, heads: Heads, path: Path, *, of_neighbours: bool) -> tuple[Rope, ...]:
+    """Read the rotary embeddings of config.json, which is at `path`. Raises ModelError."""
+    return tuple(
+        _read_rope(key, raw, fields, heads, path, of_neighbours) for key, raw in fields.ropes.items()
+    )
+
+
+def _read_rope(
+    key: str, raw: dict[str, Any], fields: ConfigFields, heads: Heads, path: Path, of_neighbours: bool
+) -> Rope:
     if "full_attention" in raw or "sliding_attention" in raw:
         raise ModelError(f"{path}: {key}: rotary parameters per layer type are not supported")
     rope = convert(raw, _RopeFields, path, key)

@@ -52,6 +52,7 @@ class AttentionWeights(Generic[L]):
     sinks_H: torch.Tensor | None
     norms_whole_qk: bool
     window: int | None
+    rope: int
     """As in the `Attention`."""
     o_proj: L
 
@@ -62,6 +63,7 @@ class MlpWeights(Generic[L]):
 
     gate_up_proj: L
     down_proj: L
+    is_gelu: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +181,10 @@ class WeightReader:
 
     def embed(self) -> torch.Tensor:
         """Read the embedding table [V, D]. With tied embeddings it is the lm_head too."""
-        if self._device.type != "cpu" or self._source.dtype(_EMBED) != self._dtype:
-            return self._stack({_EMBED: self._config.vocab_size}, self._config.hidden_size)
-        embed_VD = self._source.mapped(_EMBED)
+        name = self._config.prefix + _EMBED
+        if self._device.type != "cpu" or self._source.dtype(name) != self._dtype:
+            return self._stack({name: self._config.vocab_size}, self._config.hidden_size)
+        embed_VD = self._source.mapped(name)
         self._count(embed_VD.numel())
         return embed_VD
 
@@ -195,7 +198,7 @@ class WeightReader:
 
     def norm(self) -> torch.Tensor:
         """Read the final norm [D]."""
-        return self._stack({_NORM: self._config.hidden_size})
+        return self._norm({self._config.prefix + _NORM: self._config.hidden_size})
 
     def lm_head(self, embed_VD: torch.Tensor) -> Linear:
         """Read the lm_head. A tied one that is not quantized is `embed_VD`."""
@@ -221,7 +224,7 @@ class WeightReader:
             self._count(_num_stored(layer))
             return
         tied = c.tie_word_embeddings
-        for first_row, piece in self._source.pieces(_EMBED if tied else _LM_HEAD):
+        for first_row, piece in self._source.pieces(c.prefix + _EMBED if tied else _LM_HEAD):
             if scheme is None:
                 dense = piece.to(device=self._device, dtype=self._dtype)
                 yield first_row, DenseLinear(weight_NK=dense, bias_N=None)
@@ -235,7 +238,7 @@ class WeightReader:
 
     def _layer(self, layer: Layer, keep: Callable[[Linear, bool], L]) -> LayerWeights[L]:
         c, attention = self._config, layer.attention
-        order_D = self._head_order()
+        order_D = self._head_order(attention)
 
         def qkv() -> Linear:
             """With the elements of the heads of q and k as `Rope.head_order` has them."""
@@ -250,20 +253,24 @@ class WeightReader:
             return keep(self._linear(projection), is_gate_up)
 
         def norm(name: str) -> torch.Tensor:
-            return self._stack({name: c.hidden_size})
+            return self._norm({name: c.hidden_size})
 
         def out_norm(name: str | None) -> torch.Tensor | None:
             return None if name is None else norm(name)
 
         def qk_norm(sizes: dict[str, int]) -> torch.Tensor:
             """The weights of the q and k norms for each head, so that one call applies both."""
-            q, k = torch.split(self._stack(sizes), list(sizes.values()))
-            q_HD, k_KD = q.view(-1, c.head_dim), k.view(-1, c.head_dim)
+            q, k = torch.split(self._norm(sizes), list(sizes.values()))
+            q_HD, k_KD = attention.q_scale * q.view(-1, c.head_dim), k.view(-1, c.head_dim)
             norms_ND = torch.cat([q_HD.expand(c.num_heads, -1), k_KD.expand(c.num_kv_heads, -1)])
             return norms_ND if order_D is None else norms_ND[:, order_D]
 
         def dense(mlp: DenseMlp) -> MlpWeights[L]:
-            return MlpWeights(gate_up_proj=linear(mlp.gate_up, is_gate_up=True), down_proj=linear(mlp.down))
+            return MlpWeights(
+                gate_up_proj=linear(mlp.gate_up, is_gate_up=True),
+                down_proj=linear(mlp.down),
+                is_gelu=mlp.is_gelu,
+            )
 
         def experts(mlp: ExpertsMlp) -> ExpertsWeights[L]:
             return ExpertsWeights(
@@ -282,6 +289,7 @@ class WeightReader:
                 sinks_H=None if attention.sinks is None else self._stack({attention.sinks: c.num_heads}),
                 norms_whole_qk=attention.norms_whole_qk,
                 window=attention.window,
+                rope=attention.rope,
                 o_proj=linear(attention.o),
             ),
             attention_out_norm_D=out_norm(layer.attention_out_norm),
@@ -290,10 +298,15 @@ class WeightReader:
             mlp_out_norm_D=out_norm(layer.mlp_out_norm),
         )
 
-    def _head_order(self) -> torch.Tensor | None:
+    def _head_order(self, attention: Attention) -> torch.Tensor | None:
         """None: as the checkpoint has them."""
-        order = self._config.rope.head_order(self._config.head_dim)
+        order = self._config.ropes[attention.rope].head_order(self._config.head_dim)
         return None if order == sorted(order) else torch.tensor(order, device=self._device)
+
+    def _norm(self, sizes: dict[str, int]) -> torch.Tensor:
+        """Read what norms multiply by. Where that is 1 + a weight it is float32: bf16 has too few bits for it."""
+        weight_D = self._stack(sizes)
+        return weight_D.float() + 1 if self._config.norms_add_one else weight_D
 
     def _linear(self, projection: Projection) -> Linear:
         if projection.stacked is not None:
@@ -353,7 +366,10 @@ class WeightReader:
 
 def tensor_specs(c: ModelConfig) -> dict[str, TensorSpec]:
     """Every tensor of the architecture. Raises ModelError for layers whose quantization does not fit their sizes."""
-    specs = {_EMBED: TensorSpec((c.vocab_size, c.hidden_size)), _NORM: TensorSpec((c.hidden_size,))}
+    specs = {
+        c.prefix + _EMBED: TensorSpec((c.vocab_size, c.hidden_size)),
+        c.prefix + _NORM: TensorSpec((c.hidden_size,)),
+    }
     for projection in _projections(c):
         scheme = _scheme_of(c, projection)
         for name, n in projection.outputs.items():

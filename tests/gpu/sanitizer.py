@@ -20,7 +20,7 @@ SMALL = {
     "attention_kernel": "test_against_the_slow_twin and split-edges and D128",
     "merge_kernel": "test_against_the_slow_twin and split-edges and D128",
     "add_norm_kernel": "test_add_norm and 3-1024",
-    "silu_mul_kernel": "test_silu_mul and 3-70",
+    "gated_mul_kernel": "test_silu_mul and 3-70",
     "rotary_kernel": "test_rotary and 12",
     "norm_rope_write_kernel": "test_norm_rope_write and H5",
     "linear_kernel": "test_linear and 65-33 and bias",

@@ -42,12 +42,14 @@ MODELS = {
     "mixtral": {"num_hidden_layers": 2, "num_local_experts": 5},
     "llama": {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 48},
     "glm4": {"num_hidden_layers": 2},
+    "gemma3": {"num_hidden_layers": 2, "sliding_window": 200},
 }
 QUANTIZED = {
     "qwen3-w8a8": ("qwen3", lambda: compressed_tensors(8, activations=True)),
     "llama-gptq": ("llama", lambda: gptq(4, 32, desc_act=True)),
     "llama-int4": ("llama", lambda: None),
     "glm4-int4": ("glm4", lambda: None),
+    "gemma3-int4": ("gemma3", lambda: None),
     "qwen3-gptq-weight-only": ("qwen3", lambda: gptq(4, 32, desc_act=True)),
     "qwen3moe-int4": ("qwen3moe", lambda: None),
     "mixtral-gptq": ("mixtral", lambda: gptq(4, 32, desc_act=True)),

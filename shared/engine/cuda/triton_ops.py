@@ -16,7 +16,7 @@ from shared.kernels.triton import adjust, grouped, norm, rope, sampling
 from shared.kernels.triton.grouped import Codes, Stack, addresses
 from shared.kernels.triton.quantized_linear import LEAST_K, Tile, quantized_linear
 from shared.kernels.triton.resolve import resolve
-from shared.kernels.triton.silu_mul import silu_mul
+from shared.kernels.triton.silu_mul import gelu_mul, silu_mul
 from shared.model.experts import activate, multiply, route
 from shared.model.linear import DenseLinear, Linear, QuantizedLinear
 from shared.model.ops import Rotary
@@ -79,6 +79,10 @@ class TritonOps:
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         """SwiGLU's product."""
         return silu_mul(gate_up_TG)
+
+    def gelu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        """GEGLU's product."""
+        return gelu_mul(gate_up_TG)
 
     def experts(
         self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]

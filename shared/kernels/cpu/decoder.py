@@ -66,7 +66,8 @@ class LayerDesc(ctypes.Structure):
     """A layer. Norms and sinks are float32, and null where the model has none. With 1 in `whole_qk` q is normed as a
     whole, and so is k.
 
-    `window` is 0 where a token sees all keys. `experts` points to an ExpertsDesc, or is null where the MLP is dense.
+    `window` is 0 where a token sees all keys. `rope` is the index of the layer's waves. `experts` points to an
+    ExpertsDesc, or is null where the MLP is dense. `gelu` is 1 where a dense MLP has GELU in place of SiLU.
     """
 
     _fields_ = (
@@ -77,17 +78,22 @@ class LayerDesc(ctypes.Structure):
         ("qk_norm", _Pointer),
         ("sinks", _Pointer),
         ("window", _Int),
+        ("rope", _Int),
         ("qkv", LinearDesc),
         ("o", LinearDesc),
         ("whole_qk", _Int),
         ("gate_up", LinearDesc),
         ("down", LinearDesc),
+        ("gelu", _Int),
         ("experts", _Pointer),
     )
 
 
 class DecoderDesc(ctypes.Structure):
-    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and waves float32."""
+    """A model: sizes in elements, `embed` bf16 [vocab_size][hidden_size], norms and waves float32.
+
+    `rotary_waves` has those of `num_ropes` rotary embeddings, one after the other.
+    """
 
     _fields_ = (
         ("vocab_size", _Int),
@@ -97,6 +103,8 @@ class DecoderDesc(ctypes.Structure):
         ("num_kv_heads", _Int),
         ("head_dim", _Int),
         ("rms_norm_eps", ctypes.c_float),
+        ("embed_scale", ctypes.c_float),
+        ("num_ropes", _Int),
         ("rotary_waves", _Pointer),
         ("embed", _Pointer),
         ("norm", _Pointer),

@@ -23,7 +23,7 @@ def add_norm_kernel(
         tl.store(residual + at, total, mask=inside)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
-    normed = (wide * scale).to(dtype).to(tl.float32)
+    normed = (wide * scale).to(weight.dtype.element_ty).to(tl.float32)
     scaled = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32) * normed
     tl.store(out + at, scaled.to(dtype), mask=inside)
 
@@ -33,7 +33,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the RMSNorm of residual + x, and that sum, which replaces the residual in its memory.
 
-    Without a residual the sum is `x_TD`. All tensors are contiguous and of one type.
+    Without a residual the sum is `x_TD`. All tensors are contiguous and of one type; the weight may be of float32.
     """
     num_rows, size = x_TD.shape
     out_TD = torch.empty_like(x_TD)

@@ -109,8 +109,10 @@ def norm_rope_write_kernel(
         has_weight = (head < H + K) & (i < R)
         weight_first = tl.load(weight + at, mask=has_weight, other=0.0).to(tl.float32)
         weight_second = tl.load(weight + at + R, mask=has_weight, other=0.0).to(tl.float32)
-        first = (weight_first * (first * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        second = (weight_second * (second * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        normed_first = (first * scale).to(weight.dtype.element_ty).to(tl.float32)
+        normed_second = (second * scale).to(weight.dtype.element_ty).to(tl.float32)
+        first = (weight_first * normed_first).to(dtype).to(tl.float32)
+        second = (weight_second * normed_second).to(dtype).to(tl.float32)
     c = tl.load(cos + t * R + i, mask=i < R, other=0.0).to(tl.float32)
     s = tl.load(sin + t * R + i, mask=i < R, other=0.0).to(tl.float32)
     new_first = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
@@ -180,8 +182,8 @@ def norm_rope_write(
 ) -> torch.Tensor:
     """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D].
 
-    All tensors are contiguous, and all but pages and offsets are of one type. Pages of a type of codes,
-    [N, K, S, D + 4], get codes and scales (`shared.kernels.row_codes`).
+    All tensors are contiguous, and all but pages and offsets are of one type; the norms may be of float32. Pages of a
+    type of codes, [N, K, S, D + 4], get codes and scales (`shared.kernels.row_codes`).
     """
     num_tokens, num_all_heads, head_dim = qkv_TND.shape
     num_heads = num_all_heads - 2 * num_kv_heads

@@ -106,6 +106,12 @@ def linear_silu_mul(team: Team, x_MK: torch.Tensor, w: PackedLinear) -> torch.Te
     return _multiply(team, "baton_linear_silu_mul", x_MK, w, x_MK.new_empty(len(x_MK), w.n // 2))
 
 
+def linear_gelu_mul(team: Team, x_MK: torch.Tensor, w: PackedLinear) -> torch.Tensor:
+    """The same of gelu(gate), with GELU's approximation by tanh."""
+    assert w.n % 2 == 0
+    return _multiply(team, "baton_linear_gelu_mul", x_MK, w, x_MK.new_empty(len(x_MK), w.n // 2))
+
+
 def _multiply(
     team: Team, function: str, x_MK: torch.Tensor, w: PackedLinear, out: torch.Tensor
 ) -> torch.Tensor:

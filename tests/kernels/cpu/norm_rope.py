@@ -18,8 +18,8 @@ from shared.kernels.cpu.library import Team
 from tests.kernels.cpu.prototypes import kernel
 
 
-def embed(team: Team, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
-    """Rows of a bf16 table as float32, [T, D]."""
+def embed(team: Team, input_ids_T: torch.Tensor, table_VD: torch.Tensor, scale: float) -> torch.Tensor:
+    """Rows of a bf16 table times `scale`, as float32, [T, D]."""
     _check(input_ids_T, torch.int64)
     _check(table_VD, torch.bfloat16)
     out_TD = torch.empty(len(input_ids_T), table_VD.shape[1])
@@ -29,6 +29,7 @@ def embed(team: Team, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torc
         len(input_ids_T),
         table_VD.data_ptr(),
         table_VD.shape[1],
+        scale,
         out_TD.data_ptr(),
     )
     return out_TD

@@ -11,7 +11,13 @@ _Int = ctypes.c_int64
 _Float = ctypes.c_float
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
-        ("baton_linear", "baton_linear_float", "baton_linear_add", "baton_linear_silu_mul"),
+        (
+            "baton_linear",
+            "baton_linear_float",
+            "baton_linear_add",
+            "baton_linear_silu_mul",
+            "baton_linear_gelu_mul",
+        ),
         (_Pointer, _Pointer, _Int, _Pointer, _Pointer),
     ),
     "baton_experts": (_Pointer, _Pointer, _Pointer, _Pointer, _Int, _Pointer),
@@ -21,7 +27,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
         ("baton_decode_attention", "baton_extend_attention"),
         (*(_Pointer,) * 4, *(_Int,) * 5, _Pointer, _Int, *(_Pointer,) * 2, *(_Int,) * 2, *(_Pointer,) * 2),
     ),
-    "baton_embed": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),
+    "baton_embed": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Float, _Pointer),
     "baton_add_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     "baton_rms_norm": (_Pointer, _Pointer, _Int, _Int, _Pointer, _Float, _Pointer),
     "baton_rotary_cos_sin": (_Pointer, _Pointer, _Int, _Pointer, _Int, _Pointer),

@@ -11,16 +11,25 @@ import ctypes
 import re
 import subprocess
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from shared.kernels.cpu.build import FLAGS, NativeUnavailable, find_compiler
 from shared.kernels.cpu.library import SRC, Team
 from shared.kernels.cpu.linear import PanelArena, pack_rows
-from tests.kernels.cpu.linear import PackedLinear, dense, linear, linear_add, linear_float, linear_silu_mul
+from tests.kernels.cpu.linear import (
+    PackedLinear,
+    dense,
+    linear,
+    linear_add,
+    linear_float,
+    linear_gelu_mul,
+    linear_silu_mul,
+)
 
 U = 2.0**-24
 BF16 = 2.0**-8
@@ -104,24 +113,31 @@ def test_linear_add(team: Team, shape: Shape) -> None:
     assert_within(residual_MN, total_MN, case.bound_MN + U * (total_MN.abs() + case.bound_MN))
 
 
+GATES = {"silu": (linear_silu_mul, silu), "gelu": (linear_gelu_mul, partial(gelu, approximate="tanh"))}
+
+
 @shapes
-def test_linear_silu_mul(team: Team, shape: Shape) -> None:
+@pytest.mark.parametrize("name", GATES)
+def test_linear_gated_mul(team: Team, shape: Shape, name: str) -> None:
+    gated_mul, function = GATES[name]
     case = Case(team, shape)
     (gate, up), (gate_bound, up_bound) = case.y_MN.chunk(2, -1), case.bound_MN.chunk(2, -1)
-    y = linear_silu_mul(team, case.x_MK, case.packed_gate_up(team))
-    expected = silu(gate) * up
-    # silu's slope is at most 1.1; its own arithmetic, exp included, is good to 2^-20.
-    sums = 1.1 * gate_bound * (up.abs() + up_bound) + silu(gate).abs() * up_bound
+    y = gated_mul(team, case.x_MK, case.packed_gate_up(team))
+    expected = function(gate) * up
+    # Slopes are at most 1.13; the functions' own arithmetic, exp included, is good to 2^-20.
+    sums = 1.13 * gate_bound * (up.abs() + up_bound) + function(gate).abs() * up_bound
     assert_within(y, expected, sums + (2.0**-20 + BF16) * (expected.abs() + sums))
 
 
-def test_silu_mul_of_extremes(team: Team) -> None:
+@pytest.mark.parametrize("name", GATES)
+def test_gated_mul_of_extremes(team: Team, name: str) -> None:
     """A gate far below zero closes, one far above passes everything."""
+    gated_mul, function = GATES[name]
     gates = torch.tensor([-1e30, -200.0, -88.0, -20.0, 0.0, 20.0, 88.0, 200.0, 1e30])
     x_MK = torch.tensor([[1.0, 0.0]]).bfloat16()
     gate_up = torch.cat([torch.stack([gates, gates], 1), torch.ones(9, 2)]).bfloat16()
-    y = linear_silu_mul(team, x_MK, dense(team, gate_up, is_gate_up=True))
-    expected = silu(gates.bfloat16().double())[None]
+    y = gated_mul(team, x_MK, dense(team, gate_up, is_gate_up=True))
+    expected = function(gates.bfloat16().double())[None]
     assert_within(y, expected, 2 * BF16 * expected.abs() + 1e-37)
 
 

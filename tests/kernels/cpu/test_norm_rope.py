@@ -28,10 +28,11 @@ from tests.kernels.cpu.test_linear import BF16, U, assert_within
 EPS = 1e-6
 
 
-def test_embed(team: Team) -> None:
+@pytest.mark.parametrize("scale", [1.0, 33.75])
+def test_embed(team: Team, scale: float) -> None:
     table_VD = torch.randn(11, 52).bfloat16()
     input_ids_T = torch.tensor([3, 0, 10, 3, 7, 7, 1])
-    assert torch.equal(embed(team, input_ids_T, table_VD), table_VD[input_ids_T].float())
+    assert torch.equal(embed(team, input_ids_T, table_VD, scale), scale * table_VD[input_ids_T].float())
 
 
 @pytest.mark.parametrize(("T", "D"), [(1, 16), (3, 130), (9, 768), (0, 32)], ids=lambda x: str(x))

@@ -18,7 +18,7 @@ from shared.kernels.cpu.library import Team, load_library, numerics
 from shared.model.linear import Linear, QuantizedLinear
 from tests.kernels.cpu.attention import decode_attention, extend_attention
 from tests.kernels.cpu.conftest import BUILDS
-from tests.kernels.cpu.linear import PackedLinear, dense, linear_float, linear_silu_mul
+from tests.kernels.cpu.linear import PackedLinear, dense, linear_float, linear_gelu_mul, linear_silu_mul
 from tests.kernels.cpu.norm_rope import KVPlaces, norm_rope_write, rms_norm, rotary_cos_sin
 from tests.kernels.cpu.test_experts import Packed, Shape, experts_of, inputs_of
 
@@ -116,6 +116,7 @@ def results(team: Team) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"experts {shape}", experts.add(team, x_MD, scores_ME, residual_MD)
     gate_up = dense(team, torch.randn(130, size).bfloat16(), is_gate_up=True)
     yield "silu_mul", linear_silu_mul(team, rows, gate_up)
+    yield "gelu_mul", linear_gelu_mul(team, rows, gate_up)
     logits = 6 * torch.randn(8, 3001)
     arrays = (
         np.full(8, 0.7, np.float32),

@@ -121,13 +121,15 @@ def pages_configuration(*, scatter: bool) -> Configuration:
     )
 
 
-def norm_configuration(size: int, has_residual: bool) -> Configuration:
+def norm_configuration(size: int, has_residual: bool, weight: str = "bf16") -> Configuration:
     """`add_norm_kernel`; the first norm of a forward has no residual."""
     block = max(16, 1 << (size - 1).bit_length())
     return Configuration(
-        name=f"add-norm-{size}{'' if has_residual else '-first'}",
+        name=f"add-norm-{size}{'' if has_residual else '-first'}-{weight}",
         kernel=norm.add_norm_kernel,
-        types=pointers("bf16", "x", "weight", "out", *["residual"] * has_residual) | {"eps": "fp32"},
+        types=pointers("bf16", "x", "out", *["residual"] * has_residual)
+        | pointers(weight, "weight")
+        | {"eps": "fp32"},
         constants={"D": size, "BLOCK": block, "HAS_RESIDUAL": has_residual}
         | ({} if has_residual else {"residual": None}),
         options=same_everywhere(num_warps=min(max(block // 512, 1), 16), enable_fp_fusion=False),
@@ -135,16 +137,23 @@ def norm_configuration(size: int, has_residual: bool) -> Configuration:
 
 
 def rope_configuration(
-    num_heads: int, num_kv_heads: int, head_dim: int, *, has_norm: bool, codes: str = ""
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    has_norm: bool,
+    codes: str = "",
+    weight: str = "bf16",
 ) -> Configuration:
     """`norm_rope_write_kernel`."""
     half = 1 << (head_dim // 2 - 1).bit_length()
     return Configuration(
-        name=f"norm-rope-write-H{num_heads}-K{num_kv_heads}-D{head_dim}{'-norm' * has_norm}"
+        name=f"norm-rope-write-H{num_heads}-K{num_kv_heads}-D{head_dim}{f'-norm-{weight}' * has_norm}"
         f"{f'-{codes}' if codes else ''}",
         kernel=rope.norm_rope_write_kernel,
         types={
-            **pointers("bf16", "qkv", "cos", "sin", "q", *["weight"] * has_norm),
+            **pointers("bf16", "qkv", "cos", "sin", "q"),
+            **pointers(weight, *["weight"] * has_norm),
             **pointers(CODES.get(codes, "bf16"), "k_pages", "v_pages"),
             **pointers("i64", "pages", "offsets"),
             "eps": "fp32",
@@ -372,12 +381,15 @@ def sample_configurations(num_blocks: int) -> list[Configuration]:
 
 
 OTHERS = [
-    Configuration(
-        name="silu-mul",
-        kernel=silu_mul.silu_mul_kernel,
-        types=pointers("bf16", "gate_up", "out"),
-        constants={"F": 14336, "BLOCK": silu_mul.BLOCK},
-        options=same_everywhere(num_warps=4, enable_fp_fusion=False),
+    *(
+        Configuration(
+            name="gelu-mul" if is_gelu else "silu-mul",
+            kernel=silu_mul.gated_mul_kernel,
+            types=pointers("bf16", "gate_up", "out"),
+            constants={"F": 14336, "BLOCK": silu_mul.BLOCK, "IS_GELU": is_gelu},
+            options=same_everywhere(num_warps=4, enable_fp_fusion=False),
+        )
+        for is_gelu in (False, True)
     ),
     Configuration(
         name="rotary",
@@ -477,10 +489,12 @@ CONFIGURATIONS = [
     norm_configuration(4096, has_residual=True),
     norm_configuration(4096, has_residual=False),
     norm_configuration(1000, has_residual=True),
+    norm_configuration(1152, has_residual=True, weight="fp32"),
     rope_configuration(32, 8, 128, has_norm=False),
     rope_configuration(32, 8, 128, has_norm=True),
     rope_configuration(32, 32, 96, has_norm=False),
     rope_configuration(16, 2, 256, has_norm=True),
+    rope_configuration(4, 1, 256, has_norm=True, weight="fp32"),
     rope_configuration(32, 8, 128, has_norm=False, codes="int8"),
     rope_configuration(32, 8, 128, has_norm=True, codes="int8"),
     rope_configuration(16, 2, 256, has_norm=True, codes="int8"),

@@ -34,6 +34,7 @@ SIZES = {"num_hidden_layers": 2, "vocab_size": 300, "head_dim": 64}
 OTHERS: dict[str, dict[str, Any]] = {
     "olmoe": {"head_dim": 16},  # the heads have the width of the model together
     "mistral": {"sliding_window": 9},
+    "gemma3": {"sliding_window": 9},
 }
 
 
@@ -82,12 +83,21 @@ def generated(
         ("olmoe", linear),
         ("mistral", linear),
         ("gptoss", linear),
+        ("gemma3", EXACT),
     ],
-    ids=["qwen2-exact", "qwen3-cublas", "glm4-exact", "olmoe-cublas", "mistral-cublas", "gpt-oss-cublas"],
+    ids=[
+        "qwen2-exact",
+        "qwen3-cublas",
+        "glm4-exact",
+        "olmoe-cublas",
+        "mistral-cublas",
+        "gpt-oss-cublas",
+        "gemma3-exact",
+    ],
 )
 def test_tokens_are_those_of_torch(architecture: str, product: Linear, tmp_path: Path) -> None:
     """Heads in groups; Qwen2 has biases, Qwen3 QK-norm, GLM-4 norms behind attention, OLMoE experts, Mistral windows,
-    gpt-oss sinks.
+    gpt-oss sinks. Gemma has windows too, two rotary embeddings, norms with weights in float32, and GELU.
 
     One row is greedy, and the others draw.
     """

@@ -14,7 +14,7 @@ from shared.kernels.reference import write_kv
 from shared.kernels.row_codes import LARGEST, quantize_rows, split_codes
 from shared.kernels.triton.norm import add_norm
 from shared.kernels.triton.rope import norm_rope_write, rotary
-from shared.kernels.triton.silu_mul import silu_mul
+from shared.kernels.triton.silu_mul import gelu_mul, silu_mul
 from shared.model import layers
 from shared.model.rope import Rope
 from shared.model.rotary import rotary_waves
@@ -40,11 +40,17 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+weight_dtypes = pytest.mark.parametrize("is_wide", [False, True], ids=["weight", "float32-weight"])
+"""Norms whose weight has the type of x, and those of Gemma."""
+
+
 @dtypes
+@weight_dtypes
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (5, 100), (3, 1024), (2, 4097)])
 @pytest.mark.parametrize("has_residual", [True, False], ids=["residual", "first"])
-def test_add_norm(num_tokens: int, size: int, has_residual: bool, dtype: torch.dtype) -> None:
-    x, weight = randn(num_tokens, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+def test_add_norm(num_tokens: int, size: int, has_residual: bool, is_wide: bool, dtype: torch.dtype) -> None:
+    x = randn(num_tokens, size, dtype=dtype)
+    weight = randn(size, dtype=torch.float32 if is_wide else dtype, seed=1)
     before = randn(num_tokens, size, dtype=dtype, seed=2) if has_residual else None
     expected_sum = x.clone() if before is None else before + x
     normed, total = add_norm(x, before, weight, EPS)
@@ -59,6 +65,7 @@ def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = 3 * randn(num_tokens, 2 * size, dtype=dtype)
     gate_up[0, 0] = -60.0
     assert_close(silu_mul(gate_up), layers.silu_mul(gate_up))
+    assert_close(gelu_mul(gate_up), layers.gelu_mul(gate_up))
 
 
 @dtypes
@@ -96,14 +103,15 @@ SHAPES = [
 
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "plain"])
-def test_norm_rope_write(shape: Shape, has_norm: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("norm", ["norm", "float32-norm", None])
+def test_norm_rope_write(shape: Shape, norm: str | None, dtype: torch.dtype) -> None:
     """What no token goes to keeps its value."""
     H, K, D, S = shape.H, shape.K, shape.D, shape.page_size
     positions = torch.tensor([0, 3, 999])
     pages_T, offsets_T = torch.tensor([5, 2, 6]), torch.tensor([0, S - 1, S // 2])
     qkv = randn(3, H + 2 * K, D, dtype=dtype)
-    weight = randn(H + K, D, dtype=dtype, seed=1) if has_norm else None
+    weight_dtype = torch.float32 if norm == "float32-norm" else dtype
+    weight = randn(H + K, D, dtype=weight_dtype, seed=1) if norm else None
     waves = rotary_waves(Rope(theta=10_000.0, rotary_dim=D), D, positions.device)
     k_pages, v_pages = (torch.full((7, K, S, D), fill, dtype=dtype) for fill in (3.0, 4.0))
     expected_k, expected_v = k_pages.clone(), v_pages.clone()

@@ -113,7 +113,7 @@ def test_a_replay_reads_and_writes_nothing_but_what_stays_where_it_is(folder: Pa
     weights = graphed.decoder.weights
     static = [
         *tensors_of(weights),
-        graphed.decoder.rotary_waves,
+        *graphed.decoder.rotary_waves,
         graphed.pool.buffer_LSNHPD,
         graphed.future_map.last_token_R,
         results.hidden_TD,

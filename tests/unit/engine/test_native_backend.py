@@ -47,6 +47,7 @@ MODELS = {
     "qwen3_window": {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
     "phi3": {},
     "glm4": {},
+    "gemma3": {},
 }
 MIXTURES = {
     "qwen3moe": {"num_key_value_heads": 1},
@@ -130,7 +131,9 @@ def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).square().mean().sqrt() / exact.std())
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "qwen3_window", "phi3", "glm4", *MIXTURES])
+@pytest.mark.parametrize(
+    "name", ["llama_biases", "qwen3", "qwen3_window", "phi3", "glm4", "gemma3", *MIXTURES]
+)
 def test_a_rows_logits_depend_on_nothing_else(folder_of: Callable[[str], Path], name: str) -> None:
     """Alone or in a batch, in one chunk or several: the same bits."""
     ids = prompts(7)

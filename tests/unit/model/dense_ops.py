@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import embedding
 
 from shared.model.experts import multiply
-from shared.model.layers import apply_rotary, rms_norm, rotary_cos_sin, silu_mul
+from shared.model.layers import apply_rotary, gelu_mul, rms_norm, rotary_cos_sin, silu_mul
 from shared.model.linear import Linear
 from shared.model.ops import Rotary
 from shared.model.weights import ExpertsWeights
@@ -70,6 +70,9 @@ class DenseOps:
 
     def silu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
         return silu_mul(gate_up_TG)
+
+    def gelu_mul(self, gate_up_TG: torch.Tensor) -> torch.Tensor:
+        return gelu_mul(gate_up_TG)
 
     def experts(
         self, x_TD: torch.Tensor, scores_TE: torch.Tensor, weights: ExpertsWeights[Linear]

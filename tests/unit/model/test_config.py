@@ -43,6 +43,7 @@ LLAMA3 = Rope(
 )
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
@@ -81,7 +82,7 @@ def test_a_plain_llama(tmp_path: Path) -> None:
         head_dim=16,
         layers=tuple(llama_layer(f"model.layers.{i}") for i in range(3)),
         rms_norm_eps=1e-5,
-        rope=Rope(theta=10_000.0, rotary_dim=16),
+        ropes=(Rope(theta=10_000.0, rotary_dim=16),),
         max_position_embeddings=512,
         tie_word_embeddings=False,
         dtype="float32",
@@ -92,7 +93,7 @@ def test_a_plain_llama(tmp_path: Path) -> None:
 
 def test_what_transformers_writes(model_folder: ModelFolder) -> None:
     llama3 = load_model_config(model_folder("llama3"))
-    assert (llama3.rope, llama3.dtype) == (LLAMA3, "float32")
+    assert (llama3.ropes[0], llama3.dtype) == (LLAMA3, "float32")
     assert llama3.eos_token_ids == (EOS_TOKEN_ID, IM_END_ID)
     qwen2, qwen3 = load_model_config(model_folder("qwen2")), load_model_config(model_folder("qwen3"))
     attention = qwen2.layers[2].attention
@@ -113,12 +114,12 @@ def test_what_transformers_writes(model_folder: ModelFolder) -> None:
     ids=["v4", "v4-type", "v5", "v5-theta-outside"],
 )
 def test_rope_keys_old_and_new(tmp_path: Path, rope: dict[str, Any]) -> None:
-    assert load(tmp_path, LLAMA | rope).rope == LLAMA3
+    assert load(tmp_path, LLAMA | rope).ropes == (LLAMA3,)
 
 
 def test_linear_rope(tmp_path: Path) -> None:
     config = load(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert config.rope.scaling == LinearScaling(factor=2.0)
+    assert config.ropes[0].scaling == LinearScaling(factor=2.0)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -191,7 +192,10 @@ def test_eos_token_ids_are_the_union_of_both_files(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["GlmForCausalLM"]}, ["GlmForCausalLM", "LlamaForCausalLM, MistralForCausalLM"]),
+        (
+            {"architectures": ["GPTNeoXForCausalLM"]},
+            ["GPTNeoXForCausalLM", "LlamaForCausalLM, MistralForCausalLM"],
+        ),
         ({"architectures": []}, ["architectures"]),
         ({"architectures": ["Qwen3NextForCausalLM"]}, ["recurrent state", "nearest", "is Qwen3ForCausalLM"]),
         ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, ["Qwen3_5", "recurrent state"]),
@@ -239,6 +243,17 @@ def test_eos_token_ids_are_the_union_of_both_files(
         (
             {"rope_scaling": LLAMA3_ROPE | {"rope_type": "llama3", "low_freq_factor": 4.0}},
             ["low_freq_factor"],
+        ),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "null"]),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "null"]),
+        (GEMMA3 | {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "causal"]),
+        (GEMMA3 | {"hidden_activation": "relu"}, ["hidden_activation", "relu"]),
+        (GEMMA3 | {"sliding_window": None}, ["sliding_window"]),
+        (GEMMA3 | {"layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers is 3"]),
+        (GEMMA3 | {"rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "rope_type"]),
+        (
+            GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            ["rope_parameters.sliding_attention", "factor"],
         ),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",

@@ -63,6 +63,19 @@ def test_chunked_prefill_and_decode_equal_transformers(model_folder: ModelFolder
     torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
 
 
+def test_embeddings_are_scaled_by_a_number_of_their_type(model_folder: ModelFolder) -> None:
+    folder = model_folder("gemma3", hidden_size=48)
+    assert load(folder).embed_scale == pytest.approx(48**0.5, rel=1e-7)
+    assert load(folder, torch.bfloat16).embed_scale == 6.9375
+
+
+def test_the_text_of_a_model_with_images_equals_transformers(model_folder: ModelFolder) -> None:
+    folder = model_folder("gemma3_images", tie_word_embeddings=True)
+    ids = random_prompt(30, seed=2)
+    logits = logits_in_chunks(load(folder), ids, [19, 11])
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("architecture", "rope", "atol"),
     [

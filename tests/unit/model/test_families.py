@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.model.models import families
 from tests.modelzoo import make_model, random_prompt, reference_logits
 from tests.unit.model.test_decoder import load, logits_in_chunks
 from tests.unit.model.test_rope import KINDS, scalings
@@ -45,8 +47,20 @@ FAMILIES: dict[str, Switches] = {
     "qwen2": QWEN_WINDOW,
     "qwen3": {"attention_bias": st.booleans(), **QWEN_WINDOW, **HEAD_DIM},
     "phi3": WINDOW,
+    "glm": {"attention_bias": st.booleans(), **HEAD_DIM},
     "glm4": {"attention_bias": st.booleans(), **HEAD_DIM},
+    "gemma3": {
+        "attention_bias": st.booleans(),
+        "query_pre_attn_scalar": st.sampled_from([16, 24, 256]),
+        "sliding_window": st.sampled_from(WINDOWS),
+        "sliding_window_pattern": st.integers(1, 3),
+        "rope_local_base_freq": st.sampled_from([1e4, 1e5]),
+        **HEAD_DIM,
+    },
 }
+
+ROPES = {"phi3": ("longrope",), "gemma3": ("linear", "dynamic", "llama3")}
+"""The rope types of these families. Of a YaRN for each type of layer, transformers 5.24 does not read `truncate`."""
 
 
 @st.composite
@@ -55,10 +69,10 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     fields = draw(st.fixed_dictionaries({**SIZES, **FAMILIES[family]}))
     head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     rotary_dim = head_dim
-    if family in ("phi3", "glm4"):
+    if family in ("phi3", "glm", "glm4"):
         rotary_dim = draw(st.sampled_from([head_dim, head_dim // 2, head_dim - 2]))
         fields["partial_rotary_factor"] = rotary_dim / head_dim
-    scaling = draw(st.one_of(st.none(), scalings(rotary_dim, ("longrope",) if family == "phi3" else KINDS)))
+    scaling = draw(st.one_of(st.none(), scalings(rotary_dim, ROPES.get(family, KINDS))))
     if scaling is not None:
         scaling.pop("original_max_position_embeddings", None)
         original = draw(st.sampled_from([16, LENGTH]))
@@ -85,3 +99,15 @@ def test_logits_are_those_of_transformers(family: str) -> None:
             torch.testing.assert_close(logits, reference_logits(Path(folder), ids), atol=1e-3, rtol=0)
 
     check()
+
+
+@pytest.mark.parametrize("architecture", families())
+def test_switches_that_a_file_leaves_out_are_those_of_transformers(architecture: str) -> None:
+    """No tensor's shape shows a wrong one."""
+    import transformers  # slow
+
+    config = getattr(transformers, architecture).config_class().get_text_config()
+    fields = msgspec.structs.fields(families()[architecture].fields)
+    switches = {field.name: field.default for field in fields if isinstance(field.default, bool)}
+    assert "tie_word_embeddings" in switches
+    assert switches == {name: getattr(config, name) for name in switches}

@@ -17,11 +17,12 @@ import torch
 
 from shared.engine.backends import NativeModel
 from shared.engine.cuda.batches import GREEDY, Extend
+from shared.errors import ModelError
 from shared.kernels.cpu.library import Team, load_library
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.dummy_weights import DummyWeights
 from shared.model.packed_weights import load_packed_weights, native_obstacle
-from shared.model.rope import LongScaling, YarnScaling
+from shared.model.rope import LinearScaling, LongScaling, YarnScaling
 from shared.model.weights import weights_nbytes
 from tests.backend_rig import CPU
 from tests.meta_rig import MetaRig
@@ -174,6 +175,59 @@ MODELS = {
         9.4e9,
         32768,
     ),
+    # https://huggingface.co/google/gemma-3-1b-it/blob/main/config.json
+    "gemma-3-1b": Published(
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 262144,
+        },
+        1.0e9,
+        32768,
+    ),
+    # https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json
+    "gemma-3-4b": Published(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 256,
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "patch_size": 14},
+        },
+        3.88e9,  # of text
+        131072,
+    ),
     # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
     "gpt-oss-20b": Published(
         {
@@ -240,8 +294,42 @@ def test_a_published_config(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt-oss-20b"])
 def test_a_forward_of_random_weights_at_full_width(tmp_path: Path, name: str) -> None:
-    rig = MetaRig(load(tmp_path, name, num_hidden_layers=1))
+    fields = MODELS[name].fields
+    part = fields.get("text_config", {}) | {"num_hidden_layers": 1}
+    rig = MetaRig(load(tmp_path, name, **({"text_config": part} if "text_config" in fields else part)))
     rig.run([Extend(0, 0, [1] * 16)], [(2, 4)], GREEDY)
+
+
+def test_the_layers_of_gemma(tmp_path: Path) -> None:
+    """Every sixth sees its whole sequence. transformers 5 writes the same in other keys."""
+    config = load(tmp_path, "gemma-3-1b")
+    attention = [layer.attention for layer in config.layers]
+    assert [i for i, each in enumerate(attention) if each.window is None] == [5, 11, 17, 23]
+    assert {each.window for each in attention} == {512, None}
+    assert [config.ropes[each.rope].theta for each in attention[3:7]] == [1e4, 1e4, 1e6, 1e4]
+    kinds = ["full_attention" if each.window is None else "sliding_attention" for each in attention]
+    of_kinds = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    newer = load(
+        tmp_path, "gemma-3-1b", layer_types=kinds, sliding_window_pattern=1, rope_parameters=of_kinds
+    )
+    assert newer.layers == config.layers
+    assert [rope.theta for rope in newer.ropes] == [5e5, 1e4]
+    assert [rope.scaling for rope in newer.ropes] == [LinearScaling(factor=8.0), None]
+
+
+def test_the_text_part_of_gemma(tmp_path: Path) -> None:
+    """What `text_config` leaves out is beside it, or has the defaults of transformers."""
+    config = load(tmp_path, "gemma-3-4b")
+    assert (config.eos_token_ids, config.dtype, config.tie_word_embeddings) == ((1, 106), "bfloat16", True)
+    assert config.layers[0].attention_norm == "language_model.model.layers.0.input_layernorm.weight"
+    assert [rope.scaling for rope in config.ropes] == [LinearScaling(factor=8.0), None]
+    with pytest.raises(ModelError, match=r"text_config: .*tie_word_embeddings"):
+        load(tmp_path, "gemma-3-4b", tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"text_config: .*hidden_size"):
+        load(tmp_path, "gemma-3-4b", text_config={})
 
 
 @pytest.mark.usefixtures("native_kernels")
@@ -270,10 +358,10 @@ def test_gpt_oss_runs_at_its_widths(tmp_path: Path) -> None:
 
 def test_what_scaling_makes_of_cosines(tmp_path: Path) -> None:
     """Those of Qwen2.5 grow by 0.1 ln 4 (YaRN), and those of Phi-4-mini by LongRoPE's rule for 32 times 4096."""
-    yarn = load(tmp_path, "Qwen2.5-7B-YaRN").rope.scaling
+    yarn = load(tmp_path, "Qwen2.5-7B-YaRN").ropes[0].scaling
     assert isinstance(yarn, YarnScaling) and yarn.amplitude == pytest.approx(1.1386294)
     config = load(tmp_path, "Phi-4-mini")
-    assert isinstance(config.rope.scaling, LongScaling) and config.rope.scaling.is_long
-    assert config.rope.scaling.amplitude == pytest.approx(1.1902381)
-    short = config.made_for(4096).rope.scaling
+    assert isinstance(config.ropes[0].scaling, LongScaling) and config.ropes[0].scaling.is_long
+    assert config.ropes[0].scaling.amplitude == pytest.approx(1.1902381)
+    short = config.made_for(4096).ropes[0].scaling
     assert isinstance(short, LongScaling) and not short.is_long

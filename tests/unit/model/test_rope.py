@@ -84,7 +84,7 @@ def test_waves_are_those_of_transformers(
     length = max(math.ceil(part * ours.max_position_embeddings), 1)
     theirs = transformers.LlamaConfig(head_dim=HEAD_DIM, max_position_embeddings=most, rope_parameters=rope)
     frequencies_R, amplitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, seq_len=length)
-    waves_2R = rotary_waves(ours.made_for(length).rope, HEAD_DIM, CPU)
+    waves_2R = rotary_waves(ours.made_for(length).ropes[0], HEAD_DIM, CPU)
     num_pairs = rotary_dim // 2
     torch.testing.assert_close(waves_2R[0, :num_pairs], frequencies_R, rtol=1e-5, atol=1e-12)
     assert waves_2R[1, :num_pairs].tolist() == pytest.approx([amplitude] * num_pairs)
@@ -110,11 +110,11 @@ def test_what_the_context_length_changes_has_a_name() -> None:
     """Nodes compare the names, so no node goes on with keys that it would not compute."""
     factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     longrope = load({"rope_type": "longrope", "original_max_position_embeddings": 64} | factors, 512)
-    names = [longrope.made_for(length).rope.context_name for length in (64, 65, 512)]
+    names = [longrope.made_for(length).context_name for length in (64, 65, 512)]
     assert names == ["/rope-short", "/rope-long", "/rope-long"]
     dynamic = load({"rope_type": "dynamic", "factor": 4.0}, 64)
-    assert [each.rope.context_name for each in (dynamic, dynamic.made_for(100))] == [
+    assert [each.context_name for each in (dynamic, dynamic.made_for(100))] == [
         "/rope-of-256",
         "/rope-of-100",
     ]
-    assert load({"rope_type": "linear", "factor": 4.0}, 64).made_for(32).rope.context_name == ""
+    assert load({"rope_type": "linear", "factor": 4.0}, 64).made_for(32).context_name == ""

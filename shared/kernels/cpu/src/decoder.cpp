@@ -104,9 +104,12 @@ Status Decoder::forward(const BatchDesc& batch) {
   float* residual = residual_.of(num_tokens * d);
   bf16* q = q_.of(std::max(num_tokens, num_wanted) * q_size());
   bf16* attended = attended_.of(num_tokens * q_size());
-  float* rotary = rotary_.of(num_tokens * model_.head_dim);
-  rotary_cos_sin(team_, positions_.data(), num_tokens, model_.rotary_waves, model_.head_dim / 2, rotary);
-  embed(team_, ids_.data(), num_tokens, model_.embed, d, residual);
+  const int64_t rotary_size = num_tokens * model_.head_dim;
+  float* const rotaries = rotary_.of(model_.num_ropes * rotary_size);
+  for (int64_t i = 0; i < model_.num_ropes; i++)
+    rotary_cos_sin(team_, positions_.data(), num_tokens, model_.rotary_waves + i * model_.head_dim, model_.head_dim / 2,
+                   rotaries + i * rotary_size);
+  embed(team_, ids_.data(), num_tokens, model_.embed, d, model_.embed_scale, residual);
 
   for (int64_t i = 0; i < model_.num_layers; i++) {
     const LayerDesc& layer = layers_[i];
@@ -115,7 +118,7 @@ Status Decoder::forward(const BatchDesc& batch) {
     bf16* qkv = wide_.of(num_tokens * qkv_size());
     linear(team_, normed(residual, num_tokens, layer.attention_norm, layer.qkv), num_tokens, layer.qkv, qkv);
     norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps, layer.whole_qk != 0},
-                    rotary, pages, pages_.data(), offsets_.data(), q);
+                    rotaries + layer.rope * rotary_size, pages, pages_.data(), offsets_.data(), q);
     int64_t num_rows = num_tokens;
     if (is_last && (num_rows = num_wanted) == 0) {
       __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
@@ -160,7 +163,7 @@ void Decoder::attend(const BatchDesc& batch, const LayerDesc& layer, const KVPag
 void Decoder::mlp(const LayerDesc& layer, float* residual, int64_t num_rows) {
   bf16* product = wide_.of(num_rows * layer.down.k);
   const Rows x = normed(residual, num_rows, layer.mlp_norm, layer.gate_up);
-  linear_silu_mul(team_, x, num_rows, layer.gate_up, product);
+  (layer.gelu ? linear_gelu_mul : linear_silu_mul)(team_, x, num_rows, layer.gate_up, product);
   add(rows_of(product, num_rows, layer.down), num_rows, layer.down, layer.mlp_out_norm, residual);
 }
 

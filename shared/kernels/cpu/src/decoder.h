@@ -18,18 +18,22 @@ struct LayerDesc {
   const float* qk_norm;             // [num_heads + num_kv_heads][head_dim], or null
   const float* sinks;               // [num_heads], or null
   int64_t window;                   // keys that a token sees, itself among them; 0: all
+  int64_t rope;                     // which of the rotary embeddings
   PackedLinear qkv, o;
   int64_t whole_qk;            // 1: qk_norm norms all heads of q as one row, and all of k
   PackedLinear gate_up, down;  // of a dense MLP
+  int64_t gelu;                // 1: that has GELU in place of SiLU
   const ExpertsDesc* experts;  // null: the MLP is dense
 };
 
 struct DecoderDesc {
   int64_t vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim;
   float rms_norm_eps;
-  const float* rotary_waves;  // [2][head_dim / 2]: radians per position, and what multiplies cosine and sine
-  const bf16* embed;                // [vocab_size][hidden_size]
-  const float* norm;                // [hidden_size]
+  float embed_scale;  // what multiplies embeddings
+  int64_t num_ropes;
+  const float* rotary_waves;  // [num_ropes][2][head_dim / 2]: radians per position, and what multiplies cosine and sine
+  const bf16* embed;          // [vocab_size][hidden_size]
+  const float* norm;          // [hidden_size]
   PackedLinear lm_head;
   const LayerDesc* layers;
 };

@@ -38,6 +38,10 @@ void linear_silu_mul(Team& team, const Rows& x, int64_t m, const PackedLinear& w
   multiply(team, x, m, w, SiluMul{out, w.bias, w.n / 2});
 }
 
+void linear_gelu_mul(Team& team, const Rows& x, int64_t m, const PackedLinear& w, bf16* out) {
+  multiply(team, x, m, w, GeluMul{out, w.bias, w.n / 2});
+}
+
 }  // namespace baton
 
 using baton::bf16, baton::PackedLinear, baton::Rows, baton::Team;
@@ -56,4 +60,8 @@ extern "C" void baton_linear_add(Team* team, const Rows* x, int64_t m, const Pac
 
 extern "C" void baton_linear_silu_mul(Team* team, const Rows* x, int64_t m, const PackedLinear* w, bf16* out) {
   baton::linear_silu_mul(*team, *x, m, *w, out);
+}
+
+extern "C" void baton_linear_gelu_mul(Team* team, const Rows* x, int64_t m, const PackedLinear* w, bf16* out) {
+  baton::linear_gelu_mul(*team, *x, m, *w, out);
 }

@@ -54,4 +54,7 @@ void linear_add(Team&, const Rows&, int64_t m, const PackedLinear&, float* resid
 // out [m][n / 2] = silu(gate) * up. A panel holds 32 gate columns, then the same 32 columns of up.
 void linear_silu_mul(Team&, const Rows&, int64_t m, const PackedLinear&, bf16* out);
 
+// The same of gelu(gate), with GELU's approximation by tanh (arXiv 1606.08415).
+void linear_gelu_mul(Team&, const Rows&, int64_t m, const PackedLinear&, bf16* out);
+
 }  // namespace baton

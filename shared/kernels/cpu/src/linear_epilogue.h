@@ -39,7 +39,23 @@ struct Add {
   }
 };
 
-struct SiluMul {
+// What is multiplied by a gate's sigmoid: the gate.
+struct Silu {
+  static Floats exponent(Floats gate) { return gate; }
+};
+
+// (1 + tanh(x / 2)) / 2 = sigmoid(x), here of x = sqrt(8 / pi) * (gate + 0.044715 * gate^3). Below -20 the sigmoid is 0 in
+// float32, and x stays finite.
+struct Gelu {
+  static Floats exponent(Floats gate) {
+    const Floats bounded = max(gate, floats(-20.0f));
+    return bounded * fmadd(floats(0.0713548163f), bounded * bounded, floats(1.5957691216f));
+  }
+};
+
+// out = gate * sigmoid(Gate::exponent(gate)) * up
+template <class Gate>
+struct GatedMul {
   bf16* out;
   const float* bias;  // [2 * size]: the gate's, then the up projection's
   int64_t size;       // columns of gate, of up and of out
@@ -50,11 +66,14 @@ struct SiluMul {
       const Lanes lanes = lanes_below(size, column);
       const Floats gate = with_bias(y + i, bias, column, lanes);
       const Floats up = with_bias(y + half + i, bias, size + column, lanes);
-      const Floats one_plus_exp = floats(1.0f) + exp16(floats(0.0f) - gate);
+      const Floats one_plus_exp = floats(1.0f) + exp16(floats(0.0f) - Gate::exponent(gate));
       store_lanes(out + row * size + column, lanes, gate / one_plus_exp * up);
     }
   }
 };
+
+using SiluMul = GatedMul<Silu>;
+using GeluMul = GatedMul<Gelu>;
 
 // gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit` and up within it. A NaN stays one.
 struct ClampedSiluMul {

@@ -83,11 +83,13 @@ void norm_rope(const bf16* x, int64_t head_dim, const float* weight, float norm,
 
 }  // namespace
 
-void embed(Team& team, const int64_t* input_ids, int64_t T, const bf16* table, int64_t size, float* residual) {
+void embed(Team& team, const int64_t* input_ids, int64_t T, const bf16* table, int64_t size, float scale,
+           float* residual) {
   each_token(team, T, [&](int64_t t) {
     for (int64_t i = 0; i < size; i += 16) {
       const Lanes lanes = lanes_below(size, i);
-      store_lanes(residual + t * size + i, lanes, load_lanes(table + input_ids[t] * size + i, lanes));
+      const Floats row = load_lanes(table + input_ids[t] * size + i, lanes);
+      store_lanes(residual + t * size + i, lanes, row * floats(scale));
     }
   });
 }
@@ -189,8 +191,8 @@ void norm_rope_write(Team& team, const bf16* qkv, int64_t T, int64_t num_heads, 
 using baton::bf16, baton::Team;
 
 extern "C" void baton_embed(Team* team, const int64_t* input_ids, int64_t T, const bf16* table, int64_t size,
-                            float* residual) {
-  baton::embed(*team, input_ids, T, table, size, residual);
+                            float scale, float* residual) {
+  baton::embed(*team, input_ids, T, table, size, scale, residual);
 }
 
 extern "C" void baton_rms_norm(Team* team, const float* x, int64_t T, int64_t size, const float* weight, float eps,

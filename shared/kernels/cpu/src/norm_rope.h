@@ -7,8 +7,8 @@
 
 namespace baton {
 
-// residual[t] = table[input_ids[t]]: table [vocabulary][size], residual [T][size].
-void embed(Team&, const int64_t* input_ids, int64_t T, const bf16* table, int64_t size, float* residual);
+// residual[t] = scale * table[input_ids[t]]: table [vocabulary][size], residual [T][size].
+void embed(Team&, const int64_t* input_ids, int64_t T, const bf16* table, int64_t size, float scale, float* residual);
 
 // out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps), rounded once (arXiv 1910.07467): x, out [T][size].
 void rms_norm(Team&, const float* x, int64_t T, int64_t size, const float* weight, float eps, bf16* out);
