@@ -133,13 +133,22 @@ def test_experts_are_read_from_quantized_files(tmp_path: Path, architecture: str
                 assert torch.equal(linear.dequantized(), wanted.float())
 
 
-def test_the_router_is_not_quantized_while_loading_and_experts_are(tmp_path: Path) -> None:
-    config = load_model_config(make_model(tmp_path, "olmoe"))
+@pytest.mark.parametrize("architecture", ["olmoe", "gptoss"])
+def test_the_router_is_not_quantized_while_loading_and_experts_are(tmp_path: Path, architecture: str) -> None:
+    config = load_model_config(make_model(tmp_path, architecture))
     config = replace(config, quantization=quantize_on_load("int4"))
     weights = load_weights(Checkpoint(tmp_path), config, dtype=torch.bfloat16, device=CPU)
     mlp = weights.layers[0].mlp
     assert isinstance(mlp, ExpertsWeights) and isinstance(mlp.router, DenseLinear)
-    assert all(isinstance(each.down_proj, QuantizedLinear) for each in mlp.experts)
+    dense = load(tmp_path).weights.layers[0].mlp
+    assert isinstance(dense, ExpertsWeights)
+    for quantized, expert in zip(mlp.experts, dense.experts, strict=True):
+        for one, of in (
+            (quantized.gate_up_proj, expert.gate_up_proj),
+            (quantized.down_proj, expert.down_proj),
+        ):
+            assert isinstance(one, QuantizedLinear) and isinstance(of, DenseLinear)
+            assert (one.dequantized() - of.weight_NK).abs().mean() < 0.15 * of.weight_NK.std()
 
 
 def test_experts_that_are_quantized_differently_are_refused(tmp_path: Path) -> None:
