@@ -163,7 +163,8 @@ Rows Experts::rows_of_slots(Team& team, const bf16* x, const int64_t* rows, cons
   return {values};
 }
 
-// product [slots][size] = silu(gate) * up, or what clamps both. An expert's panels follow each other in memory, and so do its tasks.
+// product [slots][size] = silu(gate) * up, or what clamps both. An expert's panels follow each other in memory, and so do
+// its tasks.
 void Experts::gate_up(Team& team, const ExpertsDesc& experts, const Rows& x, bf16* product) {
   const int64_t panels = panels_of(experts.gate_up[0]);
   team.each(int64_t(blocks_.size()) * panels, [&](int64_t task) {

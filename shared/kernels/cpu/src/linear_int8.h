@@ -99,8 +99,8 @@ void scale_sums(const Words (&sums)[J], float scale_of_x, const Scales<Code, J>&
 
 // y [R][64] (+)= group g of rows [row, row + R), for 16 * J columns from `column` on.
 template <class Code, int R, int J>
-inline void sum_columns(const Codes& x, int64_t row, const Panel<Code>& panel, int64_t g, int64_t column, int64_t fetched,
-                        const char* ahead, float* y) {
+inline void sum_columns(const Codes& x, int64_t row, const Panel<Code>& panel, int64_t g, int64_t column,
+                        int64_t fetched, const char* ahead, float* y) {
   const int64_t units = x.group * Code::kBits / 32, groups = x.groups(), at = g * kPanel + column;
   Words sums[R][J];
 #pragma GCC unroll 8
@@ -129,7 +129,8 @@ void sum_rows(const Codes& x, int64_t row, const Panel<Code>& panel, int64_t fet
 
 // The same for up to kMaxRows rows.
 template <class Code>
-void sum_rows(int64_t rows, const Codes& x, int64_t row, const Panel<Code>& panel, int64_t fetched, const char* ahead, float* y) {
+void sum_rows(int64_t rows, const Codes& x, int64_t row, const Panel<Code>& panel, int64_t fetched, const char* ahead,
+              float* y) {
   switch (rows) {
     case 1: return sum_rows<Code, 1>(x, row, panel, fetched, ahead, y);
     case 2: return sum_rows<Code, 2>(x, row, panel, fetched, ahead, y);
@@ -144,7 +145,8 @@ void sum_rows(int64_t rows, const Codes& x, int64_t row, const Panel<Code>& pane
 //
 // As with bf16, each of several steps prefetches its share of the next panel, and a single step its own one.
 template <class Code, class Finish>
-void rows_times_panel(const Codes& x, int64_t begin, int64_t end, const Panel<Code>& panel, const uint8_t* next, Finish&& finish) {
+void rows_times_panel(const Codes& x, int64_t begin, int64_t end, const Panel<Code>& panel, const uint8_t* next,
+                      Finish&& finish) {
   alignas(64) float y[kMaxRows * kPanel];
   const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows, units = x.k * Code::kBits / 32;
   const auto fetched_before = [&](int64_t step) { return (kUnitLines * step + steps - 1) / steps; };

@@ -213,8 +213,8 @@ void scale_sums(const float* sums, const typename Code::Scale* scales, bool is_f
 
 // Calls finish(row, y) for rows [begin, end) of x, which are in the order of the weight, times the panel.
 template <class Code, class Finish>
-void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, int64_t group, const int8::Panel<Code>& panel,
-                      Finish&& finish) {
+void rows_times_panel(const bf16* x, int64_t begin, int64_t end, int64_t k, int64_t group,
+                      const int8::Panel<Code>& panel, Finish&& finish) {
   alignas(64) float sums[kMaxRows * kPanel], y[kBlockRows * kPanel];
   Product<Code> product(end - begin, group);
   for (int64_t first = begin; first < end; first += kBlockRows) {
