@@ -222,7 +222,8 @@ def _cut(
                 p = _load(logits, first, V, top, temperature, BLOCK)
                 bits = p.to(tl.int32, bitcast=True)
                 chosen = (bits >= low) & (bits <= high)
-                tl.store(few + num_few + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, p, mask=chosen)
+                place = num_few + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+                tl.store(few + place, p, mask=chosen & (place < FEW))
                 num_few += tl.sum(chosen.to(tl.int32), axis=0)
             tl.debug_barrier()
     i = tl.arange(0, FEW)
