@@ -126,7 +126,7 @@ def create_api(service: Service) -> FastAPI:
     desk = Desk(generator, model, limits)
     app.include_router(generate_routes(desk))
     app.include_router(openai_routes(desk, status.context_length))
-    app.include_router(responses_routes(desk, service.http.max_stored_responses))
+    app.include_router(responses_routes(desk))
     app.include_router(messages_routes(desk))
     app.include_router(health_routes(status, generator, model, membership))
     app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))

@@ -29,7 +29,7 @@ from shared.protocol.messages import Role
 _HTTP_FLAGS = (
     *("host", "port", "router_workers", "prometheus_port"),
     *("log_requests", "otlp_traces_endpoint", "served_model_name", "chat_template", "skip_tokenizer_init"),
-    *("tool_call_parser", "reasoning_parser", "max_stored_responses"),
+    *("tool_call_parser", "reasoning_parser"),
 )
 _DISCOVERY_FLAGS = ("discovery", "discovery_namespace", "prefill_selector", "decode_selector")
 

@@ -48,12 +48,6 @@ class HttpOptions:
         "baton-serve[otel]); None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set",
         metavar="URL",
     )
-    max_stored_responses: int = flag(
-        0,
-        "responses of /v1/responses that each router keeps for previous_response_id",
-        whole(0, 1_000_000),
-        "N",
-    )
     served_model_name: str | None = flag(
         None, "what clients call the model; None: as --model", metavar="NAME"
     )
