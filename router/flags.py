@@ -17,7 +17,6 @@ from router.http.config import (
     RouterConfig,
 )
 from router.http.limits import HttpLimits
-from router.http.tls import TlsOptions
 from router.http.topology import LocalTopology, parse_address, parse_local
 from shared import cli
 from shared.config import DEFAULT_CONTROL_PORT, TransferOptions
@@ -42,7 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
     http = add_flags(parser, "HTTP", HttpOptions, *_HTTP_FLAGS)
     http.add_argument("--allowed-origins", type=origins, action="append", default=[], metavar="ORIGIN",
         help="pages that browsers let in: https://HOST[:PORT], a JSON list of those, or *; may repeat")  # fmt: skip
-    add_flags(parser, "HTTPS", TlsOptions)
     add_flags(parser, "limits of one request", HttpLimits)
     _add_key_flags(parser)
     add_flags(parser, "HTTP connections", ConnectionOptions)

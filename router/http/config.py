@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from router.http.limits import HttpLimits
-from router.http.tls import Tls, TlsOptions
 from router.http.topology import LocalTopology
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
@@ -78,19 +77,16 @@ class HttpOptions:
         "another has sent",
     )
     limits: HttpLimits = field(default_factory=HttpLimits)
-    tls: TlsOptions = field(default_factory=TlsOptions)
 
     def url(self, port: int) -> str:
         """The URL for clients on this machine, when the router listens on `port`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        scheme = "http" if self.tls.ssl_certfile is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def has_files(self) -> bool:
-        """True when there are files that are read again on SIGHUP: of API keys, or of the certificate."""
-        files = (self.api_key_file, self.admin_api_key_file, self.tls.ssl_certfile)
-        return any(file is not None for file in files)
+        """True when there are files of API keys, which are read again on SIGHUP."""
+        return self.api_key_file is not None or self.admin_api_key_file is not None
 
     def own_port(self, index: int) -> int:
         """The port that no other router than `index` listens on; 0: a free one."""
@@ -208,12 +204,11 @@ class RouterConfig:
     log_level: str = "info"
 
     def check(self) -> None:
-        """Raise ConfigError for a control port beyond loopback without a key, and for a wrong certificate."""
+        """Raise ConfigError for a control port beyond loopback without a key."""
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=bool(fleet.fleet_key), insecure=fleet.insecure
         )
-        Tls(self.http.tls)
 
     def shown(self) -> dict[str, object]:
         """The options that /server_info shows, without secrets."""

@@ -122,7 +122,7 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
             child.kill("second signal to stop")
 
     def reload_files(self) -> None:
-        """Have every router read the files of API keys and of its certificate again."""
+        """Have every router read the files of API keys again."""
         self._send_to_routers(ReloadFiles())
 
     # --------------------------------------------------------------------------------------- children

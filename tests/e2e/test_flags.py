@@ -47,9 +47,6 @@ REFUSALS = {
     ),
     "node port taken": Refusal("decode_node", "--port TAKEN", "TAKEN"),
     "HTTP port of a node taken": Refusal("decode_node", "--port 0 --http-port TAKEN", "TAKEN"),
-    "no such certificate": Refusal(
-        "router", "--port 0 --control-port 0 --ssl-certfile /no/such.pem", "--ssl-certfile /no/such.pem"
-    ),
     "HTTP port taken": Refusal("router", "--port TAKEN --control-port 0", "TAKEN"),
     "control port taken": Refusal("router", "--port 0 --control-port TAKEN", "TAKEN"),
     "node without a key": Refusal("prefill_node", "--host 0.0.0.0 --port 0", "--fleet-key"),
