@@ -30,7 +30,6 @@ _HTTP_FLAGS = (
     *("log_requests", "otlp_traces_endpoint", "served_model_name", "chat_template", "skip_tokenizer_init"),
     *("tool_call_parser", "reasoning_parser"),
 )
-_DISCOVERY_FLAGS = ("discovery", "discovery_namespace", "prefill_selector", "decode_selector")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,7 +76,6 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             local=local,
             join=join,
             discovery=tuple(args.discovery),
-            **{name: getattr(args, name) for name in _DISCOVERY_FLAGS[1:]},
             control_host=args.control_host,
             control_port=_control_port(args, starts_nodes),
             fleet_key=tuple(args.fleet_key),
@@ -157,7 +155,7 @@ def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
             metavar="HOST[:PORT]",
             help=f"join a running {role} node; may repeat",
         )
-    add_flags(parser, "discovery of nodes", FleetOptions, *_DISCOVERY_FLAGS)
+    add_flags(parser, "discovery of nodes", FleetOptions, "discovery")
     add_flags(parser, "control port", FleetOptions, "control_host", "control_port")
 
 

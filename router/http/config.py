@@ -129,19 +129,10 @@ class FleetOptions:
     )
     discovery: tuple[str, ...] = flag(
         (),
-        "where nodes are found: dns:NAME[:PORT] (every address of a name, such as a headless service; PORT: 7200) or "
-        "k8s (pods, by the selectors; needs baton-serve[k8s]); may repeat",
+        "where nodes are found: dns:NAME[:PORT] is every address of a name, such as a headless service (PORT: 7200); "
+        "may repeat",
         metavar="SOURCE",
         repeats=True,
-    )
-    discovery_namespace: str | None = flag(
-        None, "of --discovery k8s; None: the router's own, or kubectl's", metavar="NAMESPACE"
-    )
-    prefill_selector: str = flag(
-        "app.kubernetes.io/component=prefill-node", "labels of the pods of prefill nodes", metavar="LABELS"
-    )
-    decode_selector: str = flag(
-        "app.kubernetes.io/component=decode-node", "labels of the pods of decode nodes", metavar="LABELS"
     )
     fleet_key: tuple[str, ...] = ()
     insecure: bool = False
