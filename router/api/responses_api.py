@@ -16,8 +16,9 @@ from pydantic import Field
 from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, UNBOUNDED, FunctionName, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
+from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
+from router.http.body import Body, FailFast, OneOf, Refused, about
 from router.http.responses import StreamForm, error_body
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
@@ -299,7 +300,7 @@ def _chat_choice(choice: object) -> object:
 
 def responses_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+    router = new_routes("OpenAI", prefix="/v1")
 
     @router.post("/responses", response_model=None, responses=NAMED_EVENTS)
     async def responses(request: Request, body: ResponsesBody, admission: AdmissionOfRequest) -> Response:
