@@ -137,7 +137,7 @@ class Router:
         )
         self._server = http_server(app, self._config.connections, log_requests=http.log_requests)
         self._watch_http(self._server)
-        self._spawn(self._server.serve(sockets=sockets), "http")
+        self._spawn(self._server.serve(sockets), "http")
         self._spawn(self._live.run(), "live state")
         accepting = asyncio.create_task(self._server.accepting.wait(), name="accepting")
         try:
@@ -169,7 +169,7 @@ class Router:
         self._dispatcher.close(STOPPING)
         self._live.close()
         if self._server is not None:
-            self._server.should_exit = True
+            self._server.stop()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.membership.close()
 

@@ -62,7 +62,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """The `http` option of uvicorn."""
+    """uvicorn's protocol of one connection, as `HttpServer` makes it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""uvicorn on sockets that listen already, without signal handlers."""
+"""The HTTP server: uvicorn's connections on sockets that listen already."""
 
 from __future__ import annotations
 
@@ -6,54 +6,82 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from email.utils import formatdate
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from router.http.config import ConnectionOptions
 from router.http.connection import Connection, Connections
 from shared.log import warn
 from shared.open_files import raise_open_files_limit
 
-_DRAIN_S = 5
+_DRAIN_S = 5.0
+_DRAIN_POLL_S = 0.01
+_DATE_S = 1.0
+"""Of the header `date`."""
 _NOT_CLIENTS = 512
 """Open files that are not clients: listeners, nodes (about five each), the model's files and libraries."""
 
 
-class HttpServer(uvicorn.Server):
-    """A server without signal handlers. `accepting` is set once clients can connect."""
+class HttpServer:
+    """uvicorn's connections on sockets that listen already. `accepting` is set once clients can connect.
+
+    uvicorn's own Server takes signals, and sleeps for tenths of a second before it stops.
+    """
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
-        super().__init__(config)
+        config.load()
         self.connections = connections
         self.accepting = asyncio.Event()
+        self._config = config
+        self._state = ServerState()
+        self._stopping = asyncio.Event()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start. Raises OSError for a socket that does not listen then, which uvloop only logs."""
-        await super().startup(sockets)
-        for given in sockets or ():
-            closed = given.fileno() < 0  # as uvloop does when `listen` fails
-            if closed or not given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        """Answer until `stop`. Raises OSError for a socket that does not listen, which uvloop only logs."""
+        connection = functools.partial(
+            Connection, self._config, self._state, app_state={}, connections=self.connections
+        )
+        loop, backlog = asyncio.get_running_loop(), self._config.backlog
+        servers = [await loop.create_server(connection, sock=sock, backlog=backlog) for sock in sockets]
+        for sock in sockets:
+            closed = sock.fileno() < 0  # as uvloop does when `listen` fails
+            if closed or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 raise OSError("the HTTP port does not listen: is another router on it?")
         self.accepting.set()
+        while not self._stopping.is_set():
+            self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _DATE_S)
+        for server in servers:
+            server.close()
+        await self._end_connections()
+
+    def stop(self) -> None:
+        """Accept no more, and end the connections, those with an answer under way after it."""
+        self._stopping.set()
+
+    async def _end_connections(self) -> None:
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while self._state.connections or self._state.tasks:
+                    await asyncio.sleep(_DRAIN_POLL_S)
+        for task in self._state.tasks:
+            task.cancel()
 
 
 def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool) -> HttpServer:
     """A server for `app`, to be run on a socket of `http_socket` that listens."""
     options = replace(options, max_connections=room_for(options.max_connections))
     connections = Connections(options, log_requests=log_requests)
-    protocol = functools.partial(Connection, connections=connections)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", protocol),
         log_config=None,
         log_level="error",  # uvicorn warns of each client that does not speak HTTP
         access_log=False,
@@ -61,7 +89,6 @@ def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool)
         ws="none",
         server_header=False,
         timeout_keep_alive=options.keep_alive_timeout_s,
-        timeout_graceful_shutdown=_DRAIN_S,
     )
     return HttpServer(config, connections)
 
