@@ -19,7 +19,6 @@ import pytest
 from tests.patience import PATIENCE_S, until
 from tests.unit.router.stub_node import HOLD, write_packages
 
-pytestmark = pytest.mark.processes
 PLAIN = False  # there is no TLS: a client for every request need not read certificates
 
 ROOT = Path(__file__).resolve().parents[3]
