@@ -92,7 +92,7 @@ async def test_the_items_of_a_conversation_reach_the_template(hermes: Path) -> N
 
     async with with_client(hermes, "fine") as (client, decode):
         await client.responses.create(model="tiny", input=items, max_output_tokens=9, temperature=0.5)
-        past = f"<assistant>(weather {ARGUMENTS})(now {{}})<tool>21<tool>noon"
+        past = f"<assistant>hm(weather {ARGUMENTS})(now {{}})<tool>21<tool>noon"
         assert prompt_of(decode) == f"<system>Be brief.<user>Warm?{past}<assistant>"
         params = decode.all(Decode)[-1].work.params
         assert (params.max_new_tokens, params.temperature) == (9, 0.5)
