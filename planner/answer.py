@@ -3,7 +3,6 @@
     Answer ─┬─ question       what was asked: traffic, SLOs, machines
             ├─ candidates ─── points: one candidate at one rate, each from real schedulers under a virtual clock
             ├─ verdict        what to run, and why
-            ├─ thresholds     from where on splitting pays
             └─ remarks        what makes it doubtful
 
 Seconds, tokens, bytes. JSON has no infinities, so what may be infinite is None.
@@ -11,14 +10,12 @@ Seconds, tokens, bytes. JSON has no infinities, so what may be infinite is None.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from planner.figures import Distribution, Slo
 from planner.profile import Measured
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,28 +111,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Sentences."""
 
 
-class Threshold(msgspec.Struct, frozen=True, kw_only=True):
-    """From where on splitting starts to pay, for as many nodes as the best candidate has (two at least)."""
-
-    axis: Literal["prompt", "rate", "slo_ttft", "slo_itl"]
-    """Mean tokens of prompts, requests a second, seconds."""
-    now: float
-    """The mean prompt, the rate or the bound as it was asked for."""
-    pays: Literal["everywhere", "nowhere", "between"]
-    """`between` pays_from and pays_to: it meets the SLOs, and has more goodput by more than noise."""
-    pays_from: float | None
-    """None: from `searched_low` on, or nowhere."""
-    pays_to: float | None
-    """None: up to `searched_high`, or nowhere."""
-    searched_low: float
-    searched_high: float
-    split: str
-    together: str
-    """The candidates that were compared."""
-    words: str
-    """One sentence."""
-
-
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What a fleet runs on."""
 
@@ -189,7 +164,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     question: Question
     candidates: tuple[CandidateAnswer, ...]
     verdict: Verdict
-    thresholds: tuple[Threshold, ...]
     remarks: tuple[str, ...]
     effort: Effort
 

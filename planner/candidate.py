@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DEFAULT_POLICY = "ttft"
 MAX_NODES = 64
 """Of the fleets of a plan."""
 
@@ -20,8 +19,6 @@ class Candidate:
     """None: as the profile says."""
     machine: str = ""
     """Of nodes that do both, where prefill and decode nodes have different profiles: prefill or decode."""
-    prefill_policy: str = DEFAULT_POLICY
-    decode_policy: str = DEFAULT_POLICY
     local_prefill_tokens: int | None = None
     """None: by cost, which is `--local-prefill-tokens auto`."""
 

@@ -20,7 +20,6 @@ from planner.profile import Profile, load_profile
 from planner.sample import Setting, Trial, Trials
 from planner.search import Aim, Curve, choose, curve, tied_with_best
 from planner.simulate import Bottleneck, Run
-from planner.thresholds import thresholds
 from planner.words import percent, rate, seconds
 from planner.workers import simulating
 
@@ -102,7 +101,7 @@ async def answer_by(
     asked: Asked, run: Callable[[Trial], Awaitable[Run]], report: Callable[[str], None]
 ) -> Answer:
     """The answer, from trials that `run` simulates."""
-    started, aim, traffic = time.monotonic(), asked.aim, asked.traffic
+    started, aim = time.monotonic(), asked.aim
     trials = Trials(asked.setting, run)
 
     async def searched(candidate: Candidate) -> Curve:
@@ -112,28 +111,11 @@ async def answer_by(
 
     curves = await asyncio.gather(*map(searched, asked.candidates(asked.nodes)))
     best, verdict = await _verdict(trials, curves)
-    report("thresholds ...")
-    num_nodes = max(2, best.candidate.num_nodes)
-    rivals = asked.candidates(range(num_nodes, num_nodes + 1))
-    found_thresholds = await thresholds(
-        trials,
-        aim,
-        rivals,
-        {
-            "prompt": traffic.record.prompt_tokens.mean,
-            "rate": asked.setting.rate,
-            "slo_ttft": aim.slo.ttft_s,
-            "slo_itl": aim.slo.itl_s,
-        },
-        {sample.load for one in curves if one.candidate in rivals for sample in one.samples},
-        traffic.max_prompt_factor(min(profile.node.context_length for _, profile in asked.profiles)),
-    )
     made = trials.made
     return Answer(
         question=_question(asked),
         candidates=tuple(_candidate(asked, one) for one in curves),
         verdict=verdict,
-        thresholds=tuple(found_thresholds),
         remarks=tuple(_remarks(asked, best)),
         effort=Effort(
             seconds=time.monotonic() - started,

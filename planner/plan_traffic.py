@@ -47,11 +47,6 @@ class Traffic:
             reused_share=sum(shared_tokens(window.requests) for window in self.windows) / all_tokens,
         )
 
-    def max_prompt_factor(self, context_length: int) -> float:
-        """By what prompts may be multiplied so that the longest request still fits into the context; 1 at least."""
-        room = context_length - max(request.output_len for request in self.requests)
-        return max(1.0, room / max(request.input_len for request in self.requests))
-
 
 def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
     """The traffic that the flags name, for fleets whose KV pools hold `cache_tokens`. Raises ConfigError."""

@@ -27,7 +27,6 @@ from planner.candidate import Candidate
 from planner.figures import Distribution, Slo, distribution, quantile
 from planner.profile import Profile
 from planner.simulate import Bottleneck, Run, simulate
-from planner.traffic.trace import SimRequest
 from planner.traffic.windows import Window
 
 NUM_PARTS = 8
@@ -37,35 +36,14 @@ _Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variation:
-    """Of the traffic: so many times as much."""
-
-    load: float = 1.0
-    """The rate."""
-    prompt: float = 1.0
-    """The length of prompts, with the share that is reused."""
-
-    def of(self, request: SimRequest) -> SimRequest:
-        """The request in other traffic. The factor of prompts is one of `Setting.prompt_factor`."""
-        return replace(
-            request,
-            at_s=request.at_s / self.load,
-            input_len=max(1, round(request.input_len * self.prompt)),
-            block_tokens=round(request.block_tokens * self.prompt),
-        )
-
-
-AS_ASKED = Variation()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trial:
     """One simulation."""
 
     candidate: Candidate
     window: int
     """Its number."""
-    variation: Variation
+    load: float
+    """The rate of its requests, over that of the traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +61,12 @@ class Setting:
         """Requests a second of the traffic."""
         return self.windows[0].trace_rate
 
-    def prompt_factor(self, factor: float) -> float:
-        """The nearest one by which prompts can be multiplied: a block has a whole number of tokens."""
-        block_tokens = self.windows[0].requests[0].block_tokens
-        return max(1, round(factor * block_tokens)) / block_tokens
-
     def run(self, trial: Trial) -> Run:
         """Simulate it, and keep of what was served that of the requests that count. Deterministic, but for cpu_s."""
         window = self.windows[trial.window]
         run = simulate(
             trial.candidate,
-            [trial.variation.of(request) for request in window.requests],
+            [replace(request, at_s=request.at_s / trial.load) for request in window.requests],
             prefill=self.prefill,
             decode=self.prefill if trial.candidate.machine == "prefill" else self.decode,
             slo=self.slo,
@@ -112,16 +85,16 @@ class Trials:
         self._run = run
         self._runs: dict[Trial, asyncio.Future[Run]] = {}
 
-    async def sample(self, candidate: Candidate, varied: Variation = AS_ASKED) -> Sample:
-        """The candidate in all windows."""
+    async def sample(self, candidate: Candidate, load: float) -> Sample:
+        """The candidate in all windows, at so many times the rate of the traffic."""
         setting = self.setting
         numbers = range(len(setting.windows))
-        trials = [Trial(candidate=candidate, window=number, variation=varied) for number in numbers]
+        trials = [Trial(candidate=candidate, window=number, load=load) for number in numbers]
         for trial in trials:
             if trial not in self._runs:
                 self._runs[trial] = asyncio.ensure_future(self._run(trial))
         runs = await asyncio.gather(*(self._runs[trial] for trial in trials))
-        return Sample(candidate, setting.rate * varied.load, varied.load, setting.windows, tuple(runs))
+        return Sample(candidate, setting.rate * load, load, setting.windows, tuple(runs))
 
     @property
     def made(self) -> list[Run]:
@@ -152,7 +125,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One candidate under one variation: a run for each window."""
+    """One candidate at one rate: a run for each window."""
 
     candidate: Candidate
     rate: float

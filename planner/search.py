@@ -15,7 +15,7 @@ from functools import cached_property
 from planner.answer import Estimate, Point
 from planner.candidate import Candidate
 from planner.figures import Slo
-from planner.sample import Sample, Trials, Variation, difference, estimate
+from planner.sample import Sample, Trials, difference, estimate
 
 STEPS = 8
 """Rates for each doubling. The highest rate is interpolated between two that are a step apart."""
@@ -118,7 +118,7 @@ async def curve(trials: Trials, candidate: Candidate, aim: Aim) -> Curve:
     end = STEPS * MAX_DOUBLINGS
 
     async def meets(step: int) -> bool:
-        samples[step] = await trials.sample(candidate, Variation(load=STEP**step))
+        samples[step] = await trials.sample(candidate, STEP**step)
         return aim.is_met_by(samples[step])
 
     low = high = 0
@@ -154,7 +154,7 @@ async def tied_with_best(trials: Trials, curves: Sequence[Curve]) -> list[Curve]
     async def ties(one: Curve) -> bool:
         if one is best or one.most * NEARLY >= best.most:
             return True
-        ours = await trials.sample(one.candidate, Variation(load=too_much.load))
+        ours = await trials.sample(one.candidate, too_much.load)
         return not difference(too_much.good_parts(slo), ours.good_parts(slo)).is_more_than_noise
 
     able = [one for one in curves if one.max_rate]

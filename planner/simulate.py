@@ -22,7 +22,7 @@ from planner.simulator.fleet import FleetShape, Outcome, SimFleet
 from planner.simulator.node import NodeShape
 from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
-from router.dispatch.policy import POLICIES
+from router.dispatch.policy import ttft
 from router.dispatch.stages import StartStage
 from shared.errors import ConfigError
 from shared.protocol.messages import Role
@@ -141,8 +141,8 @@ def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> Flee
         network=network,
         router=decode.router,
         local_prefill_tokens=candidate.local_prefill_tokens,
-        prefill_policy=POLICIES[candidate.prefill_policy],
-        decode_policy=POLICIES[candidate.decode_policy],
+        prefill_policy=ttft,
+        decode_policy=ttft,
     )
 
 

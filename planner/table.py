@@ -25,7 +25,7 @@ def print_answer(answer: Answer, console: Console | None = None) -> None:
     console.print(_candidates(answer))
     console.print()
     console.print(Text(verdict.headline, "bold green" if verdict.meets else "bold yellow"))
-    for line in (*verdict.reasons, "", *(threshold.words for threshold in answer.thresholds)):
+    for line in verdict.reasons:
         console.print(Text(line))
     for remark in answer.remarks:
         console.print(Text(f"Doubtful: {remark}", "yellow"))

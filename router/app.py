@@ -34,7 +34,7 @@ from router.api.generate_api import generate_routes
 from router.api.live_state import LiveState, live_routes
 from router.api.messages_api import messages_routes
 from router.api.openai_api import openai_routes
-from router.api.openapi import ERRORS, openapi_document
+from router.api.openapi import openapi_document
 from router.api.prefix_hashes import PrefixHasher
 from router.api.request_log import RequestLog
 from router.api.responses_api import responses_routes
@@ -117,23 +117,25 @@ def create_api(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses=ERRORS,
     )
     model, limits, status = service.model, service.http.limits, service.status
     generator, membership = service.generator, service.membership
     admin_only = admin_guard(service.keys, service.http.host, service.http.allowed_origins)
     guards = fleet_guards(service.keys, service.http.host, admin_only)
     desk = Desk(generator, model, limits)
-    app.include_router(generate_routes(desk))
-    app.include_router(openai_routes(desk, status.context_length))
-    app.include_router(responses_routes(desk, service.http.max_stored_responses))
-    app.include_router(messages_routes(desk))
-    app.include_router(health_routes(status, generator, model, membership))
-    app.include_router(info_routes(status, membership, model, service.metrics, limits, service.flags))
-    app.include_router(fleet_admin_routes(membership, service.changes, guards))
-    app.include_router(live_routes(service.live))
+    for routes in (
+        generate_routes(desk),
+        openai_routes(desk, status.context_length),
+        responses_routes(desk),
+        messages_routes(desk),
+        health_routes(status, generator, model, membership),
+        info_routes(status, membership, model, service.metrics, limits, service.flags),
+        fleet_admin_routes(membership, service.changes, guards),
+        live_routes(service.live),
+        control_routes(membership, service.abort, admin_only),
+    ):
+        app.router.routes += routes.routes
     serve_page(app)
-    app.include_router(control_routes(membership, service.abort, admin_only))
     for kind, answer in (
         (RequestError, _on_request_error),
         (ClientDisconnect, _on_disconnect),

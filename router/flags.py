@@ -17,7 +17,6 @@ from router.http.config import (
     RouterConfig,
 )
 from router.http.limits import HttpLimits
-from router.http.tls import TlsOptions
 from router.http.topology import LocalTopology, parse_address, parse_local
 from shared import cli
 from shared.config import DEFAULT_CONTROL_PORT, TransferOptions
@@ -29,9 +28,8 @@ from shared.protocol.messages import Role
 _HTTP_FLAGS = (
     *("host", "port", "router_workers", "prometheus_port"),
     *("log_requests", "otlp_traces_endpoint", "served_model_name", "chat_template", "skip_tokenizer_init"),
-    *("tool_call_parser", "reasoning_parser", "max_stored_responses"),
+    *("tool_call_parser", "reasoning_parser"),
 )
-_DISCOVERY_FLAGS = ("discovery", "discovery_namespace", "prefill_selector", "decode_selector")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,7 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
     http = add_flags(parser, "HTTP", HttpOptions, *_HTTP_FLAGS)
     http.add_argument("--allowed-origins", type=origins, action="append", default=[], metavar="ORIGIN",
         help="pages that browsers let in: https://HOST[:PORT], a JSON list of those, or *; may repeat")  # fmt: skip
-    add_flags(parser, "HTTPS", TlsOptions)
     add_flags(parser, "limits of one request", HttpLimits)
     _add_key_flags(parser)
     add_flags(parser, "HTTP connections", ConnectionOptions)
@@ -79,7 +76,6 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
             local=local,
             join=join,
             discovery=tuple(args.discovery),
-            **{name: getattr(args, name) for name in _DISCOVERY_FLAGS[1:]},
             control_host=args.control_host,
             control_port=_control_port(args, starts_nodes),
             fleet_key=tuple(args.fleet_key),
@@ -159,7 +155,7 @@ def _add_topology_flags(parser: argparse.ArgumentParser) -> None:
             metavar="HOST[:PORT]",
             help=f"join a running {role} node; may repeat",
         )
-    add_flags(parser, "discovery of nodes", FleetOptions, *_DISCOVERY_FLAGS)
+    add_flags(parser, "discovery of nodes", FleetOptions, "discovery")
     add_flags(parser, "control port", FleetOptions, "control_host", "control_port")
 
 

@@ -32,7 +32,6 @@ from router.dispatch.policy import POLICIES
 from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
-from router.http.tls import Tls
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.live_node import Timing
@@ -82,7 +81,6 @@ class Router:
         self._background: list[asyncio.Task[None]] = []
         self._server: HttpServer | None = None
         self.keys = api_keys(config.http)
-        self.tls = Tls(config.http.tls)
         self.model = ModelSlot(model)
         self.incarnation = secrets.token_hex(6)
         self.log_hasher = PrefixHasher()
@@ -103,9 +101,8 @@ class Router:
         await self._exits.aclose()
 
     def reload_files(self) -> None:
-        """Read the files of API keys and of the certificate again."""
+        """Read the files of API keys again."""
         self.keys.reload()
-        self.tls.reload()
 
     @property
     def url(self) -> str:
@@ -138,11 +135,9 @@ class Router:
                 flags=self._flags(),
             )
         )
-        self._server = http_server(
-            app, self._config.connections, log_requests=http.log_requests, tls=self.tls.context
-        )
+        self._server = http_server(app, self._config.connections, log_requests=http.log_requests)
         self._watch_http(self._server)
-        self._spawn(self._server.serve(sockets=sockets), "http")
+        self._spawn(self._server.serve(sockets), "http")
         self._spawn(self._live.run(), "live state")
         accepting = asyncio.create_task(self._server.accepting.wait(), name="accepting")
         try:
@@ -174,7 +169,7 @@ class Router:
         self._dispatcher.close(STOPPING)
         self._live.close()
         if self._server is not None:
-            self._server.should_exit = True
+            self._server.stop()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.membership.close()
 

@@ -31,7 +31,7 @@ if device().type == "cpu":
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start real processes run in two lanes, one after the other: each loads several cores by itself.
+    """Tests that start real nodes run in two lanes, one after the other: each loads several cores by itself.
 
     Those of tests/fault wait much, since processes have to be missed, and are more than half of all.
     """
@@ -56,6 +56,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "uvloop: a coroutine that runs in the router's own event loop")
+    config.addinivalue_line("markers", "xdist_group(name): runs in one process with others of the name")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Depends, Query, params
 from msgspec import UNSET
 from msgspec.structs import asdict
 
+from router.api.openapi import new_routes
 from router.http.api_keys import AdminGuard, ApiKeys
-from router.http.body import Body, JsonRoute, about
+from router.http.body import Body, about
 from router.http.topology import address_of
 from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved, RoleChanged
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
@@ -55,7 +56,7 @@ def fleet_admin_routes(
     guards: Sequence[params.Depends],
 ) -> APIRouter:
     """The routes; `guards` raise for a caller that may not use them."""
-    router = APIRouter(prefix="/fleet", tags=["Operation"], dependencies=guards, route_class=JsonRoute)
+    router = new_routes("Operation", prefix="/fleet", dependencies=guards)
 
     def find(node_id: str) -> Member:
         member = changes.find(node_id)

@@ -14,7 +14,7 @@ from router.api.answering import Asked, Desk
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
-from router.http.body import JsonRoute
+from router.api.openapi import new_routes
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.responses import DATA_ONLY, event_stream
@@ -43,7 +43,7 @@ _ANSWER = GenerateAnswer | list[GenerateAnswer]
 
 def generate_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
-    router = APIRouter(tags=["SGLang"], route_class=JsonRoute)
+    router = new_routes("SGLang")
 
     @router.put("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
     @router.post("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))

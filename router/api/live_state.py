@@ -26,6 +26,7 @@ from router.api.live_feed import (
     RouterNow,
     Sample,
 )
+from router.api.openapi import new_routes
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import WINDOW_ROLLS, Metrics
 from router.http.responses import EventStream, event_stream, stream_response
@@ -255,7 +256,7 @@ def _added_up(nodes: Iterable[NodeNow]) -> FleetSample:
 
 def live_routes(live: LiveState) -> APIRouter:
     """The feed, and one event of it."""
-    router = APIRouter(tags=["State"])
+    router = new_routes("State")
 
     @router.get("/live", status_code=200, response_class=EventStream, responses=event_stream(LiveEvent))
     async def feed(request: Request) -> Response:

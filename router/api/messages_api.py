@@ -16,8 +16,9 @@ from pydantic import Field
 from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName, NoEffect
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
+from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
+from router.http.body import Body, FailFast, OneOf, Refused, about
 from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
@@ -187,7 +188,7 @@ def messages_routes(desk: Desk) -> APIRouter:
         }
         for status in ("4XX", "5XX")
     }
-    router = APIRouter(prefix=ANTHROPIC_PATH, tags=["Anthropic"], route_class=JsonRoute, responses=errors)
+    router = new_routes("Anthropic", prefix=ANTHROPIC_PATH, responses=errors)
 
     @router.post("", response_model=None, responses=NAMED_EVENTS)
     async def messages(request: Request, body: MessagesBody, admission: AdmissionOfRequest) -> Response:

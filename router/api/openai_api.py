@@ -39,9 +39,9 @@ from router.api.openai_answers import (
 )
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.api.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
+from router.api.openapi import new_routes
 from router.api.tool_calls import ForcedCall, Reader
 from router.http.answer import Answer
-from router.http.body import JsonRoute
 from router.http.responses import DATA_ONLY, event_stream
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
@@ -53,7 +53,7 @@ from shared.errors import RequestError
 
 def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
     """The routes. Those that generate are behind a QueueGate. `context_length` returns the fleet's."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+    router = new_routes("OpenAI", prefix="/v1")
 
     @router.post("/completions", response_model=Completion, responses=event_stream(Completion))
     async def completions(request: Request, body: CompletionBody, admission: AdmissionOfRequest) -> Response:

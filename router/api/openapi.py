@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, params
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
@@ -12,6 +13,7 @@ from router.api.live_feed import LiveEvent
 from router.api.native_answers import GenerateAnswer
 from router.api.openai_answers import ChatCompletionChunk, Completion
 from router.http.api_keys import OPEN_PATHS
+from router.http.body import JsonRoute
 from router.http.responses import ErrorAnswer
 
 EVENTS = (ChatCompletionChunk, Completion, ErrorAnswer, GenerateAnswer, LiveEvent)
@@ -34,6 +36,27 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     },
 }
 """The errors that every route may answer."""
+
+
+def new_routes(
+    tag: str,
+    *,
+    prefix: str = "",
+    responses: Mapping[int | str, dict[str, Any]] | None = None,
+    dependencies: Sequence[params.Depends] = (),
+) -> APIRouter:
+    """Routes of bodies in JSON, each of which may answer every error.
+
+    `create_api` takes the routes themselves into its app: FastAPI's `include_router` builds each of them anew, and
+    has every request walk through the routers.
+    """
+    return APIRouter(
+        prefix=prefix,
+        tags=[tag],
+        route_class=JsonRoute,
+        responses={**ERRORS, **(responses or {})},
+        dependencies=dependencies,
+    )
 
 
 def openapi_document(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:

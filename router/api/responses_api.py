@@ -1,16 +1,13 @@
 """`/v1/responses`: OpenAI's newer API, for its clients. A request becomes a chat's body, and is read and run as one.
 
-A response is kept for `previous_response_id` only with --max-stored-responses, in the memory of the router process
-that made it, and for the API key that asked for it.
+No response is kept: a client sends the whole conversation as `input`.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -19,8 +16,9 @@ from pydantic import Field
 from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, UNBOUNDED, FunctionName, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
+from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, JsonRoute, OneOf, Refused, about
+from router.http.body import Body, FailFast, OneOf, Refused, about
 from router.http.responses import StreamForm, error_body
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
@@ -98,19 +96,11 @@ class ReasoningItem(Body):
     summary: _Parts = about("Used where there is no content.", "")
 
 
-class ItemReference(Body):
-    """An item of a response that the server keeps."""
-
-    type: Literal["item_reference"] = about("Needs --max-stored-responses.")
-    id: str = about("As the response has it.", max_length=256)
-
-
 _Item = Annotated[
-    MessageItem | CallItem | CallOutputItem | ReasoningItem | ItemReference,
+    MessageItem | CallItem | CallOutputItem | ReasoningItem,
     OneOf(
-        "an item of type message, function_call, function_call_output, reasoning or item_reference",
+        "an item of type message, function_call, function_call_output or reasoning",
         {
-            "dict[item_reference]": ItemReference,
             "dict[None]": MessageItem,
             "dict[message]": MessageItem,
             "dict[function_call]": CallItem,
@@ -177,6 +167,9 @@ class TextOptions(Body):
     verbosity: Annotated[Any, Refused(("medium",))] = None
 
 
+_NOT_KEPT = "not supported: no response is kept, so send the whole conversation as input"
+
+
 class ResponsesBody(Body):
     """A conversation, to be continued by the assistant."""
 
@@ -210,29 +203,27 @@ class ResponsesBody(Body):
     reasoning: Reasoning | None = about("How much the model reasons.", None)
     text: TextOptions | None = about("Asks for JSON.", None)
     stream: bool = about("Send events.", False)
-    store: bool = about("Keep it, if the server keeps any.", True)
-    previous_response_id: str | None = about(
-        "The kept response that this one continues.", None, max_length=256
-    )
+    store: NoEffect = None
+    previous_response_id: Annotated[Any, Refused(why=_NOT_KEPT)] = None
     metadata: dict[str, Any] | None = about("Is in the answer as it came.", None)
     truncation: Annotated[Any, Refused(("disabled",), why="not supported: a prompt is never cut")] = None
     include: Annotated[
         Any, Refused(([], ["reasoning.encrypted_content"]), why="not supported but for encrypted reasoning")
     ] = None
     background: Annotated[Any, Refused((False,))] = None
-    conversation: Annotated[Any, Refused(why="not supported: use previous_response_id")] = None
+    conversation: Annotated[Any, Refused(why=_NOT_KEPT)] = None
     prompt: Annotated[Any, Refused(why="not supported: send the prompt itself")] = None
     max_tool_calls: NoEffect = None
     user: NoEffect = None
     top_logprobs: Annotated[Any, Refused((0,))] = None
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """As the body of a chat with these messages."""
+    def chat(self) -> dict[str, Any]:
+        """As the body of a chat."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         asked = self.text.format if self.text else None
         return {
             "model": self.model,
-            "messages": [*system, *_join(messages)],
+            "messages": [*system, *self._messages()],
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": _chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -248,13 +239,10 @@ class ResponsesBody(Body):
             "stream": self.stream,
         }
 
-    def messages(self, kept: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-        """The input as messages of a chat, an item each. `kept` has those of items of kept responses."""
+    def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return [
-            kept(item.id) if isinstance(item, ItemReference) else _chat_message(item) for item in self.input
-        ]
+        return _join([_chat_message(item) for item in self.input])
 
 
 def _chat_message(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> dict[str, Any]:
@@ -262,16 +250,13 @@ def _chat_message(item: MessageItem | CallItem | CallOutputItem | ReasoningItem)
         case MessageItem():
             return {"role": item.role, "content": _text(item.content)}
         case CallItem():
-            return _call_message(item.call_id, item.name, item.arguments)
+            called = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": called}
+            return {"role": "assistant", "tool_calls": [call]}
         case CallOutputItem():
             return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
         case ReasoningItem():
             return {"role": "assistant", "reasoning_content": _text(item.content) or _text(item.summary)}
-
-
-def _call_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "tool_calls": [call]}
 
 
 def _join(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -313,113 +298,23 @@ def _chat_choice(choice: object) -> object:
             return choice
 
 
-# ----------------------------------------------------------------------------------------------- the store
-@dataclass(frozen=True)
-class StoredResponse:
-    """A conversation with its last answer, of which each item has an id."""
-
-    owner: bytes
-    messages: Sequence[dict[str, Any]]
-    items: Mapping[str, dict[str, Any]]
-    nbytes: int
-
-
-class ResponseStore:
-    """The responses that may be continued, up to a number and a size; those used last."""
-
-    MAX_NBYTES = 256 << 20
-
-    def __init__(self, max_responses: int) -> None:
-        self.max_responses = max_responses
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._response_of: dict[str, str] = {}
-        """Of each item that is kept."""
-        self._nbytes = 0
-
-    def put(
-        self,
-        response_id: str,
-        owner: bytes,
-        before: Sequence[dict[str, Any]],
-        items: Mapping[str, dict[str, Any]],
-    ) -> None:
-        """Keep a response with the conversation before it, and forget what has no place any more."""
-        self._forget(response_id)  # a client may name two alike
-        messages = [*before, *items.values()]
-        nbytes = 4 * sum(len(str(message)) for message in messages)
-        self._kept[response_id] = StoredResponse(owner, messages, items, nbytes)
-        self._response_of.update(dict.fromkeys(items, response_id))
-        self._nbytes += nbytes
-        while len(self._kept) > self.max_responses or self._nbytes > self.MAX_NBYTES:
-            self._forget(next(iter(self._kept)))
-
-    def messages(self, response_id: str, owner: bytes) -> Sequence[dict[str, Any]]:
-        """The conversation with this response. Raises RequestError where the owner has none of this id."""
-        return self._find(response_id, owner, "previous_response_id", f"response {response_id!r}").messages
-
-    def item(self, item_id: str, owner: bytes) -> dict[str, Any]:
-        """An item of a response, as a message. Raises RequestError where the owner has none of this id."""
-        response_id = self._response_of.get(item_id, "")
-        return self._find(response_id, owner, "input", f"item {item_id!r}").items[item_id]
-
-    def _forget(self, response_id: str) -> None:
-        forgotten = self._kept.pop(response_id, None)
-        if forgotten is not None:
-            self._nbytes -= forgotten.nbytes
-            for item_id in forgotten.items:
-                del self._response_of[item_id]
-
-    def _find(self, response_id: str, owner: bytes, param: str, what: str) -> StoredResponse:
-        if not self.max_responses:
-            raise RequestError(
-                f"{param}: this server keeps no responses (--max-stored-responses)", param=param
-            )
-        found = self._kept.get(response_id)
-        if found is None or found.owner != owner:
-            why = f"{param}: there is no {what}, or it is kept no more"
-            raise RequestError(why, status=404, param=param, code="not_kept")
-        self._kept.move_to_end(response_id)
-        return found
-
-
-# ---------------------------------------------------------------------------------------------- the route
-def responses_routes(desk: Desk, max_stored_responses: int) -> APIRouter:
+def responses_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
-    store = ResponseStore(max_stored_responses)
+    router = new_routes("OpenAI", prefix="/v1")
 
     @router.post("/responses", response_model=None, responses=NAMED_EVENTS)
     async def responses(request: Request, body: ResponsesBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
-        previous, owner = body.previous_response_id, admission.cache_owner
-        earlier = store.messages(previous, owner) if previous is not None else ()
-        messages = [*earlier, *body.messages(lambda item_id: store.item(item_id, owner))]
-        chat = chat_body(body.chat(messages))
-        keeps = body.store and store.max_responses > 0
+        chat = chat_body(body.chat())
 
         def shape(asked: OpenAIRequest, model: ServedModel) -> ResponsesShape:
-            def keep(told: ReplyBlocks) -> None:
-                if keeps:
-                    items = {_item_id(block): _message_of(block) for block in told.blocks}
-                    store.put(asked.id, owner, messages, items)
-
-            return ResponsesShape(asked, model, {**_echo(body), "store": keeps}, keep)
+            return ResponsesShape(asked, model, _echo(body))
 
         return await desk.respond(
             request, admission, lambda intake: read_chat(chat, intake, prefix="resp_"), shape
         )
 
     return router
-
-
-def _message_of(block: Block) -> dict[str, Any]:
-    match block.kind:
-        case "reasoning":
-            return {"role": "assistant", "reasoning_content": block.text}
-        case "content":
-            return {"role": "assistant", "content": block.text}
-        case "call":
-            return _call_message(f"call_{block.id}", block.name, block.text)
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
@@ -434,30 +329,24 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "tool_choice": asked.get("tool_choice", "auto"),
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "max_output_tokens": body.max_output_tokens,
-        "previous_response_id": body.previous_response_id,
+        "previous_response_id": None,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "text": {"format": {"type": "text"}, **asked.get("text", {})},
         "truncation": "disabled",
         "background": False,
+        "store": False,
     }
 
 
 class ResponsesShape(BlockShape):
-    """An answer in the words of the Responses API. Events are numbered. `keep(told)` is called at the end."""
+    """An answer in the words of the Responses API. Events are numbered."""
 
-    def __init__(
-        self,
-        asked: OpenAIRequest,
-        model: ServedModel,
-        echo: Mapping[str, Any],
-        keep: Callable[[ReplyBlocks], None],
-    ) -> None:
+    def __init__(self, asked: OpenAIRequest, model: ServedModel, echo: Mapping[str, Any]) -> None:
         super().__init__(asked, model)
         self.form = StreamForm(names_events=True, error=self._error)
         head = {"id": asked.id, "object": "response", "created_at": int(time.time()), "model": model.name}
         self._head = head
         self._echo = echo
-        self._keep = keep
         self._numbers = itertools.count()
 
     def begin(self, generation: Generation) -> Iterator[Event]:
@@ -494,7 +383,6 @@ class ResponsesShape(BlockShape):
 
     def whole(self, generation: Generation, told: ReplyBlocks) -> Event:
         """The response."""
-        self._keep(told)
         reason, status = generation.finish_reason, "completed"
         more: dict[str, Any] = {}
         if isinstance(reason, LengthReason):

@@ -13,9 +13,10 @@ from fastapi.responses import PlainTextResponse
 from msgspec.structs import asdict, replace
 
 from router.api.generate_api import WEIGHT_VERSION
+from router.api.openapi import new_routes
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.api_keys import AdminGuard
-from router.http.body import Body, JsonRoute, OneOf, Refused, about
+from router.http.body import Body, OneOf, Refused, about
 from router.http.limits import HttpLimits
 from router.http.responses import json_response, while_connected
 from router.nodes.fleet_answers import (
@@ -99,7 +100,7 @@ def health_routes(
     status: FleetStatus, generator: Generator, model: ModelSlot, membership: Membership
 ) -> APIRouter:
     """The routes for probes."""
-    router = APIRouter(tags=["State"])
+    router = new_routes("State")
 
     @router.get("/health", responses={503: {"model": Health, "description": "Nothing can be served."}})
     async def health(response: Response) -> Health:
@@ -137,7 +138,7 @@ def info_routes(
     flags: Mapping[str, object],
 ) -> APIRouter:
     """The routes for facts about model, nodes and load, and for tokenizing. `flags` are the router's."""
-    router = APIRouter(tags=["State"], route_class=JsonRoute)
+    router = new_routes("State")
 
     @router.get("/get_model_info")
     @router.get("/model_info")
@@ -203,7 +204,7 @@ def control_routes(
     admin_only: AdminGuard,
 ) -> APIRouter:
     """The routes that act on a running service."""
-    router = APIRouter(tags=["Operation"], route_class=JsonRoute)
+    router = new_routes("Operation")
 
     @router.get("/flush_cache", dependencies=[Depends(admin_only)])
     @router.post("/flush_cache", dependencies=[Depends(admin_only)])

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from router.http.limits import HttpLimits
-from router.http.tls import Tls, TlsOptions
 from router.http.topology import LocalTopology
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
@@ -48,12 +47,6 @@ class HttpOptions:
         "baton-serve[otel]); None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set",
         metavar="URL",
     )
-    max_stored_responses: int = flag(
-        0,
-        "responses of /v1/responses that each router keeps for previous_response_id",
-        whole(0, 1_000_000),
-        "N",
-    )
     served_model_name: str | None = flag(
         None, "what clients call the model; None: as --model", metavar="NAME"
     )
@@ -84,19 +77,16 @@ class HttpOptions:
         "another has sent",
     )
     limits: HttpLimits = field(default_factory=HttpLimits)
-    tls: TlsOptions = field(default_factory=TlsOptions)
 
     def url(self, port: int) -> str:
         """The URL for clients on this machine, when the router listens on `port`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        scheme = "http" if self.tls.ssl_certfile is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def has_files(self) -> bool:
-        """True when there are files that are read again on SIGHUP: of API keys, or of the certificate."""
-        files = (self.api_key_file, self.admin_api_key_file, self.tls.ssl_certfile)
-        return any(file is not None for file in files)
+        """True when there are files of API keys, which are read again on SIGHUP."""
+        return self.api_key_file is not None or self.admin_api_key_file is not None
 
     def own_port(self, index: int) -> int:
         """The port that no other router than `index` listens on; 0: a free one."""
@@ -139,19 +129,10 @@ class FleetOptions:
     )
     discovery: tuple[str, ...] = flag(
         (),
-        "where nodes are found: dns:NAME[:PORT] (every address of a name, such as a headless service; PORT: 7200) or "
-        "k8s (pods, by the selectors; needs baton-serve[k8s]); may repeat",
+        "where nodes are found: dns:NAME[:PORT] is every address of a name, such as a headless service (PORT: 7200); "
+        "may repeat",
         metavar="SOURCE",
         repeats=True,
-    )
-    discovery_namespace: str | None = flag(
-        None, "of --discovery k8s; None: the router's own, or kubectl's", metavar="NAMESPACE"
-    )
-    prefill_selector: str = flag(
-        "app.kubernetes.io/component=prefill-node", "labels of the pods of prefill nodes", metavar="LABELS"
-    )
-    decode_selector: str = flag(
-        "app.kubernetes.io/component=decode-node", "labels of the pods of decode nodes", metavar="LABELS"
     )
     fleet_key: tuple[str, ...] = ()
     insecure: bool = False
@@ -214,12 +195,11 @@ class RouterConfig:
     log_level: str = "info"
 
     def check(self) -> None:
-        """Raise ConfigError for a control port beyond loopback without a key, and for a wrong certificate."""
+        """Raise ConfigError for a control port beyond loopback without a key."""
         fleet = self.fleet
         require_key_beyond_loopback(
             "--control-host", fleet.control_host, has_key=bool(fleet.fleet_key), insecure=fleet.insecure
         )
-        Tls(self.http.tls)
 
     def shown(self) -> dict[str, object]:
         """The options that /server_info shows, without secrets."""

@@ -50,12 +50,10 @@ class Connections:
         self.options = options
         self.log_requests = log_requests
         self.open: set[Connection] = set()
-        self.shaking: set[Connection] = set()
-        """Those of HTTPS whose handshake is under way."""
 
     def __len__(self) -> int:
         """The number of clients that are connected, busy or not."""
-        return len(self.open) + len(self.shaking)
+        return len(self.open)
 
     @property
     def num_unsent_bytes(self) -> int:
@@ -64,7 +62,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """The `http` option of uvicorn."""
+    """uvicorn's protocol of one connection, as `HttpServer` makes it."""
 
     def __init__(
         self,
@@ -97,7 +95,6 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------- the connection
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a new connection, or drop it if there are too many even with spare ones."""
-        self._all.shaking.discard(self)
         self._all.open.add(self)
         super().connection_made(transport)
         num_beyond = len(self._all) - self._options.max_connections

@@ -85,7 +85,7 @@ class Membership:
         self._connected: list[Member] = []
         """Those with a node, longest-lived first: kept in order, since every request reads them several times."""
         self._live: dict[Role, list[LiveNode]] = {}
-        self._listed: frozenset[tuple[Role, str]] = frozenset()
+        self._listed: frozenset[str] = frozenset()
         self._removed: dict[str, None] = {}
         """Incarnations that the operator removed, the oldest first: their announcements are ignored."""
         self._dials = itertools.count(1)
@@ -155,19 +155,17 @@ class Membership:
         self._begin(member)
         return member
 
-    def on_listing(self, listed: Collection[tuple[Role, str]]) -> None:
-        """Take in what discoveries list now: role and address of each node."""
+    def on_listing(self, listed: Collection[str]) -> None:
+        """Take in what discoveries list now: the address of each node. Its role is a guess until its hello."""
         before, self._listed = self._listed, frozenset(listed)
-        new = {address for _, address in self._listed - before}
-        gone = {address for _, address in before} - {address for _, address in self._listed}
         for member in self._members:
-            member.listed = (member.listed or member.address in new) and member.address not in gone
-        for role, address in sorted(self._listed - before):
-            dialled = self.dial(address, role, pinned=False)
+            member.listed = member.listed and member.address in self._listed
+        for address in sorted(self._listed - before):
+            dialled = self.dial(address, Role.DECODE, pinned=False)
             if dialled is not None:
                 dialled.listed = True
             else:  # there is no room: it is new again in the next listing
-                self._listed -= {(role, address)}
+                self._listed -= {address}
 
     def redial(self, member: Member) -> None:
         """Dial a member that is not connected at once, without its pause."""

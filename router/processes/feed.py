@@ -26,16 +26,16 @@ class NodeExited(Struct, frozen=True):
 
 
 class ReloadFiles(Struct, frozen=True):
-    """Read the files of API keys and of the certificate again.
+    """Read the files of API keys again.
 
     It is a message, since a signal would end a router that is starting.
     """
 
 
 class Listed(Struct, frozen=True):
-    """What discoveries list now: role and address of each node."""
+    """What discoveries list now: the address of each node."""
 
-    nodes: tuple[tuple[Role, str], ...]
+    addresses: tuple[str, ...]
 
 
 class LogKey(Struct, frozen=True):

@@ -179,8 +179,8 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
                 router.membership.node_exited(node_id, role, reason, crashed=crashed)
             case ReloadFiles():
                 router.reload_files()
-            case Listed(nodes):
-                router.membership.on_listing(nodes)
+            case Listed(addresses):
+                router.membership.on_listing(addresses)
             case LogKey(key):
                 router.log_hasher.use(key)
             case message:

@@ -26,7 +26,7 @@ import zmq.asyncio
 from router.api.prefix_hashes import KEY_NBYTES
 from router.http.config import RouterConfig
 from router.http.http_socket import reserve_http
-from router.nodes.discovery import Listing, make_discovery
+from router.nodes.discovery import DnsDiscovery, Listing
 from router.nodes.join_socket import JoinSocket
 from router.processes import feed
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
@@ -90,9 +90,7 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
         reserved = reserve_http(config.http.host, config.http.port)
         self._exits.callback(reserved.close)
         self.http_port = reserved.getsockname()[1]
-        fleet = config.fleet
-        selectors = {Role.PREFILL: fleet.prefill_selector, Role.DECODE: fleet.decode_selector}
-        discoveries = [make_discovery(s, fleet.discovery_namespace, selectors) for s in fleet.discovery]
+        discoveries = [DnsDiscovery.of(source) for source in config.fleet.discovery]
         join_socket = self._open_join_socket()
         grace_s = config.dispatch.stop_timeout_s
         self._nodes = dict(self._local_nodes())
@@ -122,7 +120,7 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
             child.kill("second signal to stop")
 
     def reload_files(self) -> None:
-        """Have every router read the files of API keys and of its certificate again."""
+        """Have every router read the files of API keys again."""
         self._send_to_routers(ReloadFiles())
 
     # --------------------------------------------------------------------------------------- children

@@ -77,10 +77,7 @@ class TimedNodes:
 def router_flags(candidate: Candidate) -> list[str]:
     """Of a router before `candidate`."""
     local = "auto" if candidate.local_prefill_tokens is None else str(candidate.local_prefill_tokens)
-    return [
-        *("--prefill-policy", candidate.prefill_policy, "--decode-policy", candidate.decode_policy),
-        *("--local-prefill-tokens", local),
-    ]
+    return ["--local-prefill-tokens", local]
 
 
 class TimedNode(Node):

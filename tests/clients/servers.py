@@ -65,7 +65,6 @@ def running(folder: Path) -> Iterator[Servers]:
                 str(write_model(folder / "scripted-model", chat_template=TEMPLATE, context_length=16_384)),
             ),
             *("--served-model-name", SCRIPTED_MODEL, "--prefill", prefill, "--decode", decode),
-            *("--max-stored-responses", "100"),
             name="scripted",
         ) as scripted,
     ):

@@ -12,12 +12,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubernetes import client
 
-from router.http.config import FleetOptions
-from router.http.topology import LocalTopology
-from router.nodes.k8s_discovery import CONTROL_PORT_NAME, address_of_pod
-from shared.protocol.messages import Role
+from router.nodes.discovery import DnsDiscovery
 from tests.deploy.folder import DEPLOY, HTTP_PORT_OF_NODES, parse
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the manifests")
@@ -138,34 +134,13 @@ def test_commands_ports_and_probes(name: str, rendered: Mapping[str, list[Manife
 
 def test_the_router_finds_the_nodes(rendered: Mapping[str, list[Manifest]]) -> None:
     of = deployments(rendered["base"])
-    options = FleetOptions(local=LocalTopology(0, 0))
-    for role, selector in (
-        (Role.PREFILL, options.prefill_selector),
-        (Role.DECODE, options.decode_selector),
-    ):
-        key, _, value = selector.partition("=")
-        (found,) = [name for name, deployment in of.items() if labels(deployment).get(key) == value]
-        container = container_of(of[found])
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        port = client.V1ContainerPort(name=CONTROL_PORT_NAME, container_port=ports[CONTROL_PORT_NAME])
-        pod = client.V1Pod(
-            metadata=client.V1ObjectMeta(),
-            status=client.V1PodStatus(pod_ip="10.1.2.3", phase="Running"),
-            spec=client.V1PodSpec(containers=[client.V1Container(name="node", ports=[port])]),
-        )
-        prefix, _, listens_at = (address_of_pod(pod, role) or "").rpartition(":")
-        command = [*command_of(of[found])]
-        default_port = {Role.PREFILL: 7100, Role.DECODE: 7200}[role]
-        assert (prefix, int(listens_at)) == ("tcp://10.1.2.3", default_port)
-        assert not any(word.startswith("--port") for word in command), "the default of the program"
-        assert command[0] == f"{role}-node"
-    role_of = one(rendered["base"], "Role", "router")
-    assert role_of["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
-    binding = one(rendered["base"], "RoleBinding", "router")
-    (subject,) = binding["subjects"]
-    pod_of_router = of["router"]["spec"]["template"]["spec"]
-    assert subject["name"] == pod_of_router["serviceAccountName"] and subject["namespace"] == "baton"
-    assert binding["roleRef"]["name"] == role_of["metadata"]["name"]
+    found = {DnsDiscovery.of(source).address for source in parse(command_of(of["router"])).discovery}
+    assert len(found) == 2
+    for name in NODES:
+        spec = one(rendered["base"], "Service", name)["spec"]
+        assert spec["clusterIP"] == "None", "its name has an address for each pod"
+        assert spec["publishNotReadyAddresses"], "routers wait for a node that loads"
+        assert f"tcp://{name}:{parse(command_of(of[name])).port}" in found
 
 
 def test_every_selector_selects_its_pods_alone(rendered: Mapping[str, list[Manifest]]) -> None:

@@ -51,11 +51,21 @@ FACTORS: dict[str, tuple[object, ...]] = {
 }
 
 
-CASES = [Case(*values) for values in pairwise(FACTORS)]  # type: ignore[arg-type]
-ON_ONE_NODE = [Case(*values) for values in pairwise({**FACTORS, "prefix": ("none", "d")})]  # type: ignore[arg-type]
+def by_model(cases: list[Case]) -> list[object]:
+    """Those of a model run in one process, which computes its references once."""
+    return [
+        pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"golden {case.model}"))
+        for case in cases
+    ]
 
 
-@pytest.mark.parametrize("model", MODELS)
+CASES = by_model([Case(*values) for values in pairwise(FACTORS)])  # type: ignore[arg-type]
+ON_ONE_NODE = by_model([Case(*values) for values in pairwise({**FACTORS, "prefix": ("none", "d")})])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=pytest.mark.xdist_group(f"golden {model}")) for model in MODELS]
+)
 def test_reference_outputs_are_diverse(zoo: Zoo, model: str) -> None:
     """At least 10 distinct tokens in 32; the built-in model may repeat itself after a few of its prompts."""
     outputs = [zoo.greedy(model, i) for i in range(NUM_PROMPTS)]
@@ -64,7 +74,7 @@ def test_reference_outputs_are_diverse(zoo: Zoo, model: str) -> None:
     assert len({tuple(tokens) for tokens in outputs}) == NUM_PROMPTS
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_split_equals_reference(zoo: Zoo, case: Case) -> None:
     config = config_of(zoo, case)
     prompts = zoo.prompts(case.model)[: case.num_reqs]
@@ -85,7 +95,7 @@ def test_split_equals_reference(zoo: Zoo, case: Case) -> None:
         cluster.assert_idle()
 
 
-@pytest.mark.parametrize("case", ON_ONE_NODE, ids=str)
+@pytest.mark.parametrize("case", ON_ONE_NODE)
 def test_unsplit_equals_reference(zoo: Zoo, case: Case) -> None:
     config = config_of(zoo, case)
     prompts = zoo.prompts(case.model)[: case.num_reqs]

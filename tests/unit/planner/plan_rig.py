@@ -17,7 +17,7 @@ from planner.figures import Served, Slo
 from planner.plan_answer import Asked, answer_by
 from planner.plan_traffic import Traffic
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
-from planner.sample import Setting, Trial, Variation
+from planner.sample import Setting, Trial
 from planner.search import Aim
 from planner.simulate import Bottleneck, Run
 from planner.traffic.trace import SimRequest
@@ -43,7 +43,7 @@ SLO = Slo(ttft_s=0.5, itl_s=0.05)
 GOOD = Served(ttft_s=0.1, e2e_s=0.2, num_tokens=11)
 BAD = Served(ttft_s=5.0, e2e_s=5.1, num_tokens=11)
 
-Capacity = Callable[[Candidate, Variation], float]
+Capacity = Callable[[Candidate], float]
 """Requests a second that a candidate serves within the SLOs."""
 
 
@@ -110,7 +110,7 @@ def planted(question: Asked, capacity: Capacity, *, made: list[Trial] | None = N
     async def run(trial: Trial) -> Run:
         if made is not None:
             made.append(trial)
-        served = capacity(trial.candidate, trial.variation)
+        served = capacity(trial.candidate)
         return _planted_run(question.setting, trial, served)
 
     return asyncio.run(answer_by(question, run, lambda line: None))
@@ -118,7 +118,7 @@ def planted(question: Asked, capacity: Capacity, *, made: list[Trial] | None = N
 
 def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
     num = len(setting.windows[trial.window].requests)
-    share = min(1.0, capacity / (setting.rate * trial.variation.load))
+    share = min(1.0, capacity / (setting.rate * trial.load))
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
     return Run(
         candidate=trial.candidate,

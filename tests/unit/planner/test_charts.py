@@ -16,7 +16,7 @@ from tests.unit.planner.plan_rig import asked, planned, planted, traffic
 @pytest.fixture(scope="module")
 def answer() -> Answer:
     """Of fleets of one to three nodes, of which each node serves a request a second."""
-    return planted(asked(of=traffic(rate=2.6), nodes=range(1, 4)), lambda fleet, varied: fleet.num_nodes)
+    return planted(asked(of=traffic(rate=2.6), nodes=range(1, 4)), lambda fleet: fleet.num_nodes)
 
 
 def texts(answer: Answer) -> list[str]:

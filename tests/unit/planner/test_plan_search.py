@@ -1,28 +1,22 @@
-"""What a plan finds where the truth was planted: rates, the best fleet, thresholds, another load."""
+"""What a plan finds where the truth was planted: rates, the best fleet."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from planner.answer import Answer, Threshold
 from planner.candidate import Candidate
 from planner.figures import Distribution, distribution
-from planner.sample import Parts, Trial, Variation, difference, estimate
+from planner.sample import Parts, Trial, difference, estimate
 from planner.search import crossing
-from planner.traffic.trace import SimRequest
-from tests.unit.planner.plan_rig import asked, planned, planted, traffic
+from tests.unit.planner.plan_rig import asked, planted, traffic
 
 
-def pipeline(candidate: Candidate, varied: Variation) -> float:
+def pipeline(candidate: Candidate) -> float:
     """A prefill node serves 2 requests/s and a decode node 3; one that does both 1.1."""
     if not candidate.splits:
         return 1.1 * candidate.num_decode
     return min(2.0 * candidate.num_prefill, 3.0 * candidate.num_decode)
-
-
-def threshold(answer: Answer, axis: str) -> Threshold:
-    return next(one for one in answer.thresholds if one.axis == axis)
 
 
 @pytest.mark.parametrize("rate", [0.1, 1.0, 20.0])
@@ -30,7 +24,7 @@ def test_the_highest_rates_come_back(rate: float) -> None:
     """A rate at which a tenth of the requests misses is 1 / 0.9 of what is served."""
     answer = planted(asked(of=traffic(200, rate=rate), nodes=range(1, 5)), pipeline)
     for one in answer.candidates:
-        truth = pipeline(Candidate(num_prefill=one.num_prefill, num_decode=one.num_decode), Variation()) / 0.9
+        truth = pipeline(Candidate(num_prefill=one.num_prefill, num_decode=one.num_decode)) / 0.9
         assert one.max_rate is not None and one.max_rate.value == pytest.approx(truth, rel=0.03), one.name
         assert one.max_rate.low <= one.max_rate.value <= one.max_rate.high
 
@@ -88,7 +82,7 @@ def test_every_trial_is_made_once(rate: float, best: str) -> None:
 def test_the_split_beside_one_node_is_the_smallest_that_meets_the_slos(served: float, words: str) -> None:
     """No split has as many nodes, and one with more of them than are needed is no rival."""
 
-    def fleets(candidate: Candidate, varied: Variation) -> float:
+    def fleets(candidate: Candidate) -> float:
         return served * candidate.num_nodes if candidate.splits else 2.0
 
     verdict = planted(asked(of=traffic(rate=1.0), nodes=range(1, 5)), fleets).verdict
@@ -103,24 +97,6 @@ def test_a_fleet_that_meets_no_slo_says_by_how_much() -> None:
     assert "900% over the SLO" in answer.verdict.headline
 
 
-def test_thresholds_are_where_they_were_planted() -> None:
-    """A split of two serves 2 requests/s; together they serve 8 / prompt factor: 2 from 4 times the prompts on."""
-
-    def duel(candidate: Candidate, varied: Variation) -> float:
-        return 2.2 if candidate.splits else 4.4 / varied.prompt
-
-    answer = planted(asked(of=traffic(200, rate=1.0), nodes=range(2, 3)), duel)
-    prompt = threshold(answer, "prompt")
-    assert prompt.pays == "between" and prompt.pays_to is None
-    assert prompt.pays_from == pytest.approx(4.4 * 256, rel=0.1), (
-        "there the fleet together begins to miss at 1/s"
-    )
-    rate = threshold(answer, "rate")
-    assert (rate.pays, rate.pays_from, rate.pays_to) == ("nowhere", None, None)
-    assert "does not pay" in rate.words and "0.125" in rate.words
-    assert threshold(answer, "slo_ttft").pays == "nowhere"
-
-
 @pytest.mark.parametrize(
     ("rate", "capacity", "is_short"), [(1.0, 5.0, False), (1.0, 20.0, True), (20.0, 5.0, True)]
 )
@@ -132,70 +108,6 @@ def test_a_window_is_short_if_it_is_at_the_highest_rate(rate: float, capacity: f
     answer = planted(asked(of=traffic(100, rate=rate), nodes=range(1, 2)), lambda *_: capacity)
     said = [remark for remark in answer.remarks if "the shortest window of the traffic lasts" in remark]
     assert [remark.startswith("At the highest rate of 1 together ") for remark in said] == [True] * is_short
-
-
-def test_prompts_grow_by_factors_that_can_be_simulated_each_once() -> None:
-    """A block of 16 tokens has 2 or 3 of them, and nothing between."""
-    made: list[Trial] = []
-    question = asked(of=traffic(100, rate=1.0, input_len=16), nodes=range(2, 3))
-
-    def duel(candidate: Candidate, varied: Variation) -> float:
-        return 2.2 if candidate.splits or varied.prompt < 0.15 else 0.5
-
-    answer = planted(question, duel, made=made)
-    factors = {one.variation.prompt for one in made}
-    assert factors <= {n / 16 for n in range(1, 129)} and 2 / 16 in factors and 3 / 16 in factors
-    for factor in factors:
-        request = Variation(prompt=factor).of(SimRequest(0.0, 40, 1, (1, 2, 3), 16))
-        assert request.input_len == round(40 * factor)
-    found = threshold(answer, "prompt")
-    assert found.pays_from == pytest.approx(16 * (2 * 3) ** 0.5 / 16, rel=1e-6), "between the two"
-
-
-def test_prompts_may_grow_until_they_fill_the_context() -> None:
-    assert traffic(input_len=200, output_len=200).max_prompt_factor(1000) == 4.0
-    full = asked(of=traffic(10, input_len=4096 - 11), nodes=range(1, 2))
-    assert planned(full).candidates[0].now.num_failed == 0
-
-
-@pytest.mark.parametrize(
-    ("input_len", "split", "together", "words"),
-    [
-        (
-            1000,
-            0.5,
-            1.5,
-            "does not pay for mean prompts from 125 tokens to 4000 tokens, as far as the context allows (now",
-        ),
-        (1000, 2.2, 1.5, "on (tried up to 4000 tokens, as far as the context allows) (now"),
-        (1000, 2.2, 0.05, "the least that was tried, to 4000 tokens, as far as the context allows (now"),
-        (100, 2.2, 0.05, "the least that was tried, to 800 tokens, the most (now"),
-        (100, 2.2, 1.5, "on (tried up to 800 tokens) (now"),
-    ],
-)
-def test_a_search_that_the_context_ends_says_so(
-    input_len: int, split: float, together: float, words: str
-) -> None:
-    """A node's context is 4096 tokens."""
-
-    def duel(candidate: Candidate, varied: Variation) -> float:
-        return split if candidate.splits else together / varied.prompt
-
-    question = asked(of=traffic(200, rate=1.0, input_len=input_len), nodes=range(2, 3))
-    prompt = threshold(planted(question, duel), "prompt")
-    assert words in prompt.words
-
-
-def test_a_split_pays_between_two_rates() -> None:
-    def duel(candidate: Candidate, varied: Variation) -> float:
-        return 2.0 if candidate.splits else 1.5
-
-    answer = planted(asked(of=traffic(200, rate=1.0), nodes=range(2, 3)), duel)
-    rate = threshold(answer, "rate")
-    assert rate.pays_from == pytest.approx(1.55, rel=0.1) and rate.pays_to == pytest.approx(
-        2.0 / 0.9, rel=0.1
-    )
-    assert (rate.split, rate.together) == ("1P1D", "2 together")
 
 
 # ---------------------------------------------------------------------------------------------- the statistics

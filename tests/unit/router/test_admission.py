@@ -24,6 +24,7 @@ from tests.unit.router.fakes import (
     figure,
     joined_router,
     one_then_nothing,
+    openai_client,
     pair,
     say_nothing,
     until_queued,
@@ -134,7 +135,7 @@ async def test_beyond_the_bound_every_route_refuses(model_folder: Path) -> None:
         check_rejected(await client.post("/generate", content=b"never looked at"))
         assert await figure(client, "baton:num_rejected_requests_total") == 7
         assert len(nodes[1].all(Decode)) == 3
-        async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as sdk:
+        async with openai_client(router.url) as sdk:
             with pytest.raises(openai.RateLimitError) as caught:
                 await sdk.completions.create(model="tiny", prompt="a")
             assert caught.value.type == "rate_limit_error"

@@ -17,7 +17,7 @@ from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environme
 from router.http.config import HttpOptions
 from shared.errors import ConfigError
 from shared.protocol.messages import Decode, Prefill
-from tests.unit.router.fakes import joined_pair, joined_router
+from tests.unit.router.fakes import joined_pair, joined_router, openai_client
 from tests.unit.router.test_admission import ROUTES
 
 
@@ -148,7 +148,7 @@ async def test_routes_need_a_key(model_folder: Path) -> None:
         assert info.status_code == 200
         assert "schlüssel" not in info.text and "other" not in info.text
         assert (await client.post("/flush_cache", headers=bearer("other"))).status_code == 200
-        async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="no", max_retries=0) as sdk:
+        async with openai_client(router.url, "no") as sdk:
             with pytest.raises(openai.AuthenticationError) as caught:
                 await sdk.models.list()
         assert caught.value.code == "invalid_api_key"

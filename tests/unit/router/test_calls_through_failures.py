@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Role
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, write_model
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, openai_client, write_model
 from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, HERMES, QUESTION, TOOLS
 
 IDS = byte_level_tokenizer().encode(AUTO).ids
@@ -63,7 +62,7 @@ async def test_a_node_that_leaves_in_the_middle(tmp_path: Path, leaves_at: str, 
         FakeNode(Role.DECODE, "decode-0", script=rest, limits=LIMITS) as one,
         FakeNode(Role.DECODE, "decode-1", script=rest, limits=LIMITS) as other,
         joined_router(folder, [prefill, one, other]) as (_, http),
-        openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(http.base_url) as client,
     ):
         asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "stream": True}
         chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]

@@ -15,7 +15,15 @@ import openai
 import pytest
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Tokens
-from tests.unit.router.fakes import FakeNode, Script, byte_level_tokenizer, joined_router, pair, write_model
+from tests.unit.router.fakes import (
+    FakeNode,
+    Script,
+    byte_level_tokenizer,
+    joined_router,
+    openai_client,
+    pair,
+    write_model,
+)
 from tests.unit.router.scoring import entry
 from tests.unit.router.test_reply_parser import OWN_TEMPLATE
 
@@ -70,7 +78,7 @@ async def with_client(
             node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
         async with (
             joined_router(folder, list(nodes)) as (_, http),
-            openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+            openai_client(http.base_url) as client,
         ):
             yield client, nodes[1]
 

@@ -17,8 +17,6 @@ from router.processes.supervisor import Supervisor
 from shared.protocol.messages import Join, NodeRef, Role
 from tests.patience import eventually
 
-pytestmark = pytest.mark.processes
-
 READY = "import os, sys, time; os.write(0, b'LR.'); "
 
 

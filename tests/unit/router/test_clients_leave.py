@@ -10,9 +10,7 @@ import contextlib
 import gc
 import logging
 import os
-import shutil
 import socket
-import ssl
 import struct
 import tracemalloc
 from collections import Counter
@@ -27,12 +25,10 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from router.http.body import JsonRequest
 from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
-from router.http.tls import TlsOptions
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
 from tests.unit.router.raw_client import RawClient, post
-from tests.unit.router.test_tls import make_certificate, trusting
 
 NUM_CLIENTS = 5
 PATIENT = ConnectionOptions(
@@ -133,24 +129,10 @@ def no_cycle_collector() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsOptions:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificates")
-    return make_certificate(tmp_path_factory.mktemp("tls"), "ours")
-
-
-HANDSHAKES = {
-    "connects and leaves": b"",
-    "junk": b"GET / HTTP/1.1\r\n\r\n",
-    "half a ClientHello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
-}
-
-
 @contextlib.asynccontextmanager
-async def leaving(port: int, tls: ssl.SSLContext | None, *, resets: bool) -> AsyncIterator[RawClient]:
-    """A client that reads little ahead, and leaves at the end without a word on the level of TLS."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls, limit=SMALL_BYTES)
+async def leaving(port: int, *, resets: bool) -> AsyncIterator[RawClient]:
+    """A client that reads little ahead, and leaves at the end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=SMALL_BYTES)
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BYTES)
     yield RawClient(reader, writer)
@@ -169,18 +151,11 @@ def live() -> Counter[str]:
 
 
 @pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
-@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
 @pytest.mark.uvloop
-async def test_nothing_stays_of_a_client_that_leaves(
-    model_folder: Path, request: pytest.FixtureRequest, secure: bool, resets: bool
-) -> None:
-    tls = request.getfixturevalue("certificate") if secure else TlsOptions()
-    context = trusting(tls) if secure else None
-
+async def test_nothing_stays_of_a_client_that_leaves(model_folder: Path, resets: bool) -> None:
     async def visit(port: int, stage: str) -> None:
-        said = HANDSHAKES.get(stage)
-        async with leaving(port, context if said is None else None, resets=resets) as client:
-            await (STAGES[stage] if said is None else sends(said))(client)
+        async with leaving(port, resets=resets) as client:
+            await STAGES[stage](client)
 
     have_left = asyncio.Event()
 
@@ -190,13 +165,9 @@ async def test_nothing_stays_of_a_client_that_leaves(
         await have_left.wait()
         node.tokens(message.key, 1, node.story[1:4], Finish("length"))
 
-    http = HttpOptions(port=0, served_model_name="tiny", tls=tls)
     async with (
         pair() as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], http=http, connections=PATIENT, wait=False) as (
-            router,
-            plain,
-        ),
+        joined_router(model_folder, [prefill, decode], connections=PATIENT, wait=False) as (router, plain),
     ):
         await plain.aclose()
         await eventually(lambda: len(router.membership.all_live()) == 2)
@@ -206,7 +177,7 @@ async def test_nothing_stays_of_a_client_that_leaves(
             await asyncio.gather(*(visit(router.http_port, stage) for _ in range(num_clients)))
             have_left.set()
 
-        for stage in (*STAGES, *HANDSHAKES):
+        for stage in STAGES:
             decode.script = one_then_the_rest if stage == BEHIND else one_then_nothing
             await visited(1, stage)  # what is made once, such as the OpenAPI document
             await eventually(lambda: len(router._server.connections) == 0)
@@ -229,33 +200,26 @@ ATTACKS = {
     "many headers": b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n" + b"a:b\r\n" * 11_500 + b"\r\n",
     "a header as large as may be": LARGE,
 }
-KEPT_BYTES, LEFT_BYTES = 768 << 10, 16 << 10
-"""The most that a client costs while it is connected, of which uvloop takes 512 KiB for TLS, and when it is gone."""
+KEPT_BYTES, LEFT_BYTES = 256 << 10, 16 << 10
+"""The most that a client costs while it is connected, and when it is gone."""
 
 
-def attacked(port: int, tls: ssl.SSLContext | None, data: bytes) -> socket.socket:
+def attacked(port: int, data: bytes) -> socket.socket:
     """A client that has sent the data, or as much of it as was taken, and the first byte of an answer, if any."""
     client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BYTES)
-    if tls is not None:
-        client = tls.wrap_socket(client, server_hostname="127.0.0.1")
     with contextlib.suppress(OSError):
         client.sendall(data)
         client.recv(1)
     return client
 
 
-@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_a_client_can_make_the_router_keep(
-    model_folder: Path, request: pytest.FixtureRequest, attack: str, secure: bool
-) -> None:
+def test_what_a_client_can_make_the_router_keep(model_folder: Path, attack: str) -> None:
     """While clients are connected, and when they have left. None of them has a key."""
-    tls = request.getfixturevalue("certificate") if secure else TlsOptions()
-    context = trusting(tls) if secure else None
 
     async def run() -> None:
-        http = HttpOptions(port=0, served_model_name="tiny", tls=tls, api_keys=("secret",))
+        http = HttpOptions(port=0, served_model_name="tiny", api_keys=("secret",))
         async with joined_router(model_folder, [], http=http, connections=PATIENT, wait=False) as (
             router,
             plain,
@@ -263,7 +227,7 @@ def test_what_a_client_can_make_the_router_keep(
             await plain.aclose()
 
             async def come() -> socket.socket:
-                return await asyncio.to_thread(attacked, router.http_port, context, ATTACKS[attack])
+                return await asyncio.to_thread(attacked, router.http_port, ATTACKS[attack])
 
             (await come()).close()  # what is made once
             await eventually(lambda: len(router._server.connections) == 0)

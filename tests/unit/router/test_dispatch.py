@@ -26,12 +26,13 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import eventually
 from tests.unit.router.fakes import (
     FakeNode,
     events,
     joined_pair,
     joined_router,
+    new_client,
     one_then_nothing,
     pair,
     say_nothing,
@@ -336,7 +337,7 @@ async def test_a_prompt_too_long_for_the_prefill_node_goes_to_the_decode_node_al
 async def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Path) -> None:
     async with (
         pair(prefill=say_nothing, decode=one_then_nothing) as (prefill, decode),
-        httpx.AsyncClient(timeout=PATIENCE_S) as client,
+        new_client() as client,
     ):
         async with joined_router(model_folder, [prefill, decode]) as (router, served):
             url = f"{router.url}/generate"

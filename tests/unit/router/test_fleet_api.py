@@ -39,6 +39,7 @@ from tests.unit.router.fakes import (
     FakeNode,
     join_socket_of,
     joined_pair,
+    new_client,
     serving_router,
 )
 
@@ -212,7 +213,7 @@ async def test_a_node_joins_by_itself(model_folder: Path) -> None:
         serving_router(waiting(None)) as router,
         join_socket_of(router) as control_port,
         FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
-        httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
+        new_client(router.url) as client,
     ):
         with zmq.asyncio.Context.instance().socket(zmq.DEALER) as caller:
             caller.connect(f"tcp://127.0.0.1:{control_port}")
@@ -250,7 +251,7 @@ async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> No
         hosts = [f"127.1.{i // 200}.{i % 200 + 1}" for i in range(400)]
         async with (
             serving_router(waiting(None)) as router,
-            httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
+            new_client(router.url) as client,
         ):
             for host in hosts:
                 ref = NodeRef(host, "a", f"tcp://{host}:{mute.getsockname()[1]}")
@@ -275,7 +276,7 @@ async def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_p
     async with (
         serving_router(waiting(model_folder, str(key_file))) as router,
         join_socket_of(router, ours) as control_port,
-        httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client,
+        new_client(router.url) as client,
     ):
 
         async def names() -> list[str]:

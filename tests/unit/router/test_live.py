@@ -14,11 +14,12 @@ from router.api.live_feed import LiveEvent, NodeNow
 from router.api.live_state import links_words
 from router.http.config import HttpOptions
 from shared.protocol.messages import LinkReport, Load, Loading, Role
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import eventually
 from tests.unit.router.fakes import (
     FakeNode,
     joined_pair,
     joined_router,
+    new_client,
     one_then_nothing,
     pair,
     until_sampled,
@@ -190,7 +191,7 @@ async def test_a_feed_ends_when_the_router_stops(model_folder: Path) -> None:
 
 async def _lines_of_feed(url: str, begun: asyncio.Event) -> list[str]:
     lines = []
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client, client.stream("GET", f"{url}/live") as feed:
+    async with new_client() as client, client.stream("GET", f"{url}/live") as feed:
         async for line in feed.aiter_lines():
             lines.append(line)
             begun.set()

@@ -6,7 +6,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
@@ -19,6 +18,7 @@ from tests.unit.router.fakes import (
     events,
     joined_pair,
     one_then_nothing,
+    openai_client,
     write_model,
 )
 
@@ -30,13 +30,9 @@ def story(num_tokens: int) -> str:
     return tokenizer.decode(tokenizer.encode(STORY).ids[:num_tokens])
 
 
-def client_of(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
-
-
 async def test_chat(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (nodes, _, http):
-        async with client_of(http) as client:
+        async with openai_client(http.base_url) as client:
             answer = await client.chat.completions.create(
                 model="tiny", messages=MESSAGES, max_completion_tokens=9, temperature=0, seed=5, n=2
             )
@@ -108,7 +104,7 @@ async def test_completion_prompts(model_folder: Path, stream: bool) -> None:
 
 async def test_extensions_reach_the_nodes(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (nodes, _, http):
-        async with client_of(http) as client:
+        async with openai_client(http.base_url) as client:
             extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 7, "min_p": 0.1, "rid": "mine"}
             extra |= {"frequency_penalty": 0.5, "presence_penalty": -2, "repetition_penalty": 1.25}
             extra |= {"logit_bias": {"17": -100, "3": 2.5}}
@@ -143,7 +139,7 @@ async def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None)
 
 
 async def test_models(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (_, _, http), client_of(http) as client:
+    async with joined_pair(model_folder) as (_, _, http), openai_client(http.base_url) as client:
         listed = await client.models.list()
         assert [model.id for model in listed.data] == ["tiny"]
         assert (await client.models.retrieve("tiny")).max_model_len == 256  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ import pytest
 from tests.patience import PATIENCE_S, until
 from tests.unit.router.stub_node import HOLD, write_packages
 
-pytestmark = pytest.mark.processes
+PLAIN = False  # there is no TLS: a client for every request need not read certificates
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -122,7 +122,7 @@ def test_serve_and_stop(
     assert re.search(rf"router_ready .*http_port={url.rpartition(':')[2]}", router.stderr)
     assert "prefill-0: weights" in router.stderr and "decode-0: ready" in router.stderr
     assert len(router.children) == 3
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S, verify=PLAIN) as client:
         assert client.get("/health").json()["status"] == "ok"
         params = {"max_new_tokens": 1_000_000}
         with client.stream(
@@ -151,7 +151,7 @@ def test_sighup_reads_the_key_files_again(
 
     def status(key: str) -> int:
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.get(f"{url}/v1/models", headers=headers, timeout=PATIENCE_S).status_code
+        return httpx.get(f"{url}/v1/models", headers=headers, timeout=PATIENCE_S, verify=PLAIN).status_code
 
     assert (status("first-key"), status("second-key")) == (200, 401)
     key_file.write_text("# rotated\nsecond-key\n")
@@ -186,7 +186,7 @@ def test_nodes_that_die_are_started_again(
     before = {name: router.pid_of(name) for name in ("prefill-0", "decode-0")}
     hold = folder / HOLD
     hold.touch()  # the nodes that are started again join only when the test has seen what it wants to see
-    with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S, verify=PLAIN) as client:
         os.kill(before["prefill-0"], signal.SIGKILL)
         until(lambda: "prefill-0 is lost" in client.get("/health").json().get("reason", ""))
         until(lambda: "was killed by SIGKILL; started again in 0.5 s" in client.get("/health").text)

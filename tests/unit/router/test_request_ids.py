@@ -13,7 +13,7 @@ import pytest
 from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode
 from tests.patience import eventually
-from tests.unit.router.fakes import joined_pair, joined_router, one_then_nothing, say_nothing
+from tests.unit.router.fakes import joined_pair, joined_router, one_then_nothing, openai_client, say_nothing
 
 HEADER = "x-request-id"
 RANDOM = re.compile(r"[0-9a-f]{32}")
@@ -142,7 +142,7 @@ async def test_the_first_to_end_leaves_the_name_to_the_other(model_folder: Path)
 async def test_the_openai_client_finds_it(model_folder: Path) -> None:
     async with (
         joined_pair(model_folder) as (_, router, _),
-        openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="x", max_retries=0) as client,
+        openai_client(router.url) as client,
     ):
         named = await client.completions.create(model="tiny", prompt="a", extra_headers={HEADER: "t-1"})
         assert (named._request_id, named.id) == ("t-1", "t-1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import httpx
 import openai
 import pytest
 
-from router.http.config import HttpOptions
-from shared.protocol.messages import Decode, NodeLimits
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, pair, write_model
-from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, tells, with_client
+from shared.protocol.messages import Decode
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, write_model
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, with_client
 
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}]
 
@@ -30,7 +28,12 @@ def prompt_of(decode: FakeNode) -> str:
 async def test_an_answer_with_reasoning_text_and_a_call(hermes: Path) -> None:
     async with with_client(hermes, AUTO) as (client, decode):
         answer = await client.responses.create(
-            model="tiny", input="Warm?", tools=TOOLS, instructions="Be brief.", metadata={"a": "b"}
+            model="tiny",
+            input="Warm?",
+            tools=TOOLS,
+            instructions="Be brief.",
+            metadata={"a": "b"},
+            store=True,
         )
         assert answer.metadata == {"a": "b"} and answer.instructions == "Be brief." and answer.store is False
         assert prompt_of(decode).endswith("<system>Be brief.<user>Warm?<assistant>")
@@ -89,7 +92,7 @@ async def test_the_items_of_a_conversation_reach_the_template(hermes: Path) -> N
 
     async with with_client(hermes, "fine") as (client, decode):
         await client.responses.create(model="tiny", input=items, max_output_tokens=9, temperature=0.5)
-        past = f"<assistant>(weather {ARGUMENTS})(now {{}})<tool>21<tool>noon"
+        past = f"<assistant>hm(weather {ARGUMENTS})(now {{}})<tool>21<tool>noon"
         assert prompt_of(decode) == f"<system>Be brief.<user>Warm?{past}<assistant>"
         params = decode.all(Decode)[-1].work.params
         assert (params.max_new_tokens, params.temperature) == (9, 0.5)
@@ -110,11 +113,12 @@ async def test_how_it_ends(hermes: Path, finish: str) -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "--max-stored-responses"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
-        ({"previous_response_id": "resp_1"}, "--max-stored-responses"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"text": {"format": {"type": "json_schema"}}}, "schema"),
         ({"top_p": 9.0}, "top_p"),
     ],
@@ -124,38 +128,3 @@ async def test_what_is_not_served_is_named(hermes: Path, fields: dict[str, Any],
         with pytest.raises(openai.BadRequestError) as refused:
             await client.post("/responses", body={"input": "Warm?", **fields}, cast_to=httpx.Response)
         assert named in refused.value.message
-
-
-async def test_a_kept_response_is_continued_by_its_owner(hermes: Path) -> None:
-    first, rest = tells("fine")
-    keys = ("red", "blue")
-    options = HttpOptions(port=0, served_model_name="tiny", max_stored_responses=3, api_keys=keys)
-    async with pair(prefill=first, decode=rest) as nodes:
-        for node in nodes:
-            node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
-        async with joined_router(hermes, list(nodes), http=options, wait=False) as (_, http):
-
-            async def ask(text: object, key: str = "red", **fields: object) -> httpx.Response:
-                headers = {"Authorization": f"Bearer {key}"}
-                return await http.post("/v1/responses", json={"input": text, **fields}, headers=headers)
-
-            asked = await ask("a")
-            for _ in range(200):
-                if asked.status_code == 200:
-                    break
-                await asyncio.sleep(0.05)
-                asked = await ask("a")
-            kept = asked.json()
-            assert kept["store"] is True
-            again = (await ask("b", previous_response_id=kept["id"], instructions="Be brief.")).json()
-            assert prompt_of(nodes[1]) == "<system>Be brief.<user>a<assistant>fine<user>b<assistant>"
-            assert again["previous_response_id"] == kept["id"]
-            assert (await ask("c", "blue", previous_response_id=kept["id"])).status_code == 404
-            referred = [{"type": "item_reference", "id": again["output"][0]["id"]}]
-            await ask([*referred, {"role": "user", "content": "h"}])
-            assert prompt_of(nodes[1]) == "<assistant>fine<user>h<assistant>"
-            assert (await ask(referred, "blue")).status_code == 404
-            unkept = (await ask("d", store=False)).json()
-            assert (await ask("e", previous_response_id=unkept["id"])).status_code == 404
-            await ask("f", previous_response_id=again["id"])  # a fourth one
-            assert (await ask("g", previous_response_id=kept["id"])).status_code == 404

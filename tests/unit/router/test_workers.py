@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.patience import PATIENCE_S, until
 from tests.processes import free_port
 from tests.unit.router.stub_node import write_packages
 from tests.unit.router.test_processes import SHORT_DRAIN, RunningRouter
-
-pytestmark = pytest.mark.processes
 
 PLAIN = False  # there is no TLS: a client for every request need not read certificates
 

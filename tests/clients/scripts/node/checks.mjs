@@ -59,7 +59,13 @@ const checks = {
   },
 
   async ai_sdk_stream_text_over_responses() {
-    const result = streamText({ model: provider(model), prompt: question, tools: sdkTools, stopWhen: stepCountIs(5) });
+    const result = streamText({
+      model: provider(model),
+      prompt: question,
+      tools: sdkTools,
+      stopWhen: stepCountIs(5),
+      providerOptions: { openai: { store: false } },
+    });
     let text = "";
     for await (const piece of result.textStream) text += piece;
     assert.ok(text.endsWith("It is 20."));
