@@ -101,6 +101,8 @@ class Moves:
             return
         assert num_known is not None
         moving.num_pages, moving.num_known = ready.num_pages, num_known
+        assert req.kv is not None
+        req.kv.keeps_windows = True
         self._inflight_queue.add(ready.key, req, ready.prefix_pages, num_known)
         if self._fits(moving, req.kv_len):
             self._inflight_queue.offer_computed(ready.key)
@@ -140,6 +142,7 @@ class Moves:
         log.event("move_ended", **req.fields, to_key=ended.key, ok=ended.ok, reason=ended.reason)
         if req.finish is None and not ended.ok:
             assert req.kv is not None
+            req.kv.keeps_windows = False
             self._ledger.release_superseded(req.kv)
             if moving.is_stopped:
                 req.timeline.move_to(ReqStage.DECODING)

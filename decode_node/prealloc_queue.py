@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.config import ScheduleOptions
-from shared.kvcache.ledger import KVLedger
+from shared.kvcache.ledger import KVLedger, ReqKV, Room
 from shared.kvcache.radix_cache import Peek
 from shared.kvtransfer.receiver import KVReceiver
 from shared.protocol.messages import NodeRef
@@ -120,7 +120,8 @@ class PreallocQueue:
         prefix_pages = req.kv.num_tree_pages
         pages = self._ledger.rows.read(req.kv.row, prefix_pages, req.kv.num_pages)
         req.timeline.move_to(ReqStage.TRANSFERRING)
-        self._receiver.open(req.key, source.incarnation, pages, prefix_pages, num_known)
+        windows = self._ledger.window_pages_of(pages)
+        self._receiver.open(req.key, source.incarnation, pages, prefix_pages, num_known, windows)
 
     @property
     def longest_wait_s(self) -> float:
@@ -146,11 +147,20 @@ class PreallocQueue:
             return False
         peek = self._peek(req)
         kvs = [victim.kv for victim in victims if victim.kv is not None]
-        num_others = len(ledger.live) - len(victims)
-        headroom_tokens = self._headroom * (num_others + 1) if num_others else 0
-        needed = ledger.pages_for(num_tokens) - peek.num_pages + ledger.pages_for(headroom_tokens)
-        available = ledger.num_available_pages + ledger.num_pages_released_by(kvs)
-        return needed <= available - ledger.radix_cache.num_pages_held_only_by((kv.lock for kv in kvs), peek)
+        others = [kv for kv in ledger.live.values() if kv not in kvs]
+        needed = self._missing(req, num_tokens, peek) + self._headroom_beside(others, num_tokens)
+        available = ledger.available + ledger.released_by(kvs)
+        return (available - ledger.held_only_by(kvs, peek, len(req.ids))).holds(needed)
+
+    def _missing(self, req: Req, num_tokens: int, peek: Peek) -> Room:
+        """What `req` lacks for `num_tokens` tokens, of which a token behind the known ones sees the last window."""
+        num_pages, first = self._ledger.pages_for(num_tokens), self._ledger.first_window_page(len(req.ids))
+        return Room(num_pages - peek.num_pages, max(num_pages - max(peek.num_pages, first), 0))
+
+    def _headroom_beside(self, others: Sequence[ReqKV], num_tokens: int) -> Room:
+        """What stays free for a few more tokens of each of `others`, and of one of `num_tokens` tokens."""
+        lens = [num_tokens, *(kv.kv_allocated_len for kv in others)] if others else []
+        return self._ledger.growth((kv_len, self._headroom) for kv_len in lens)
 
     def _peek(self, req: Req) -> Peek:
         """The cached prefix of `req`, looked up again when the RadixCache has changed. This does not refresh the LRU.
@@ -170,6 +180,7 @@ class PreallocQueue:
         with ledger.tentative(match, req.extra_key) as tentative:
             kv = tentative.kv
             assert kv is not None, "a row was free a moment ago"
+            ledger.slide(kv, len(req.ids))
             if not ledger.grow_for_arrival(kv, num_tokens):
                 return False
             req.kv = tentative.keep()

@@ -126,7 +126,7 @@ class Fetches:
             self._end(fetch, 0)
             return 0
         num_tokens = handoff.kv_len - kv.kv_committed_len
-        kv.kv_committed_len = kv.kv_allocated_len = handoff.kv_len
+        self._ledger.arrived(kv, handoff.kv_len)
         self._end(fetch, num_tokens)
         return num_tokens
 
@@ -158,7 +158,8 @@ class Fetches:
                 fetch.kv = tentative.keep()
         if fetch.kv is not None:
             pages = ledger.rows.read(fetch.kv.row, len(match.pages), fetch.kv.num_pages)
-            self._receiver.open(fetch.key, fetch.lender, pages, len(match.pages), len(fetch.ids))
+            windows = ledger.window_pages_of(pages)
+            self._receiver.open(fetch.key, fetch.lender, pages, len(match.pages), len(fetch.ids), windows)
         elif not may_cool:
             self._end_without_place(fetch)
 

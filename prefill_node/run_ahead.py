@@ -43,7 +43,7 @@ class RunAhead:
         self._batcher = batcher
         self._fetches = fetches
         self._vitals = vitals
-        self._max_pages = int(options.prefill_ahead_share * ledger.allocator.num_pages)
+        self._max_pages = int(options.prefill_ahead_share * ledger.num_pages_with_windows)
         self._chunk_pages = max(min(options.chunk_tokens, options.max_prefill_tokens) // ledger.page_size, 1)
         self._cached = CachedPrefixes(ledger)
         self._waiting: dict[Req, int] = {}
@@ -125,12 +125,15 @@ class RunAhead:
         ledger, num_ahead = self._ledger, self.num_pages
         waiting = [req for req in self._waiting if req.key not in self._fetches]
         for req in self._batcher.in_order(waiting)[:MAX_CANDIDATES]:
-            num_cached = self._cached.peek(req).num_pages
+            prefix = self._cached.peek(req)
+            num_cached = prefix.num_pages
             num_wanted = (len(req.matchable_ids) - 1) // ledger.page_size - num_cached
             if num_wanted <= 0:
                 continue
             # Neither what is cached of this prompt nor what was computed ahead of others is evicted for it.
-            num_evictable = ledger.num_available_pages - num_cached - (num_ahead - self._num_ahead(req))
+            available = ledger.available
+            num_evictable = available.pages - num_cached - (num_ahead - self._num_ahead(req))
+            num_evictable = min(num_evictable, available.window_pages - ledger.num_windows_to_protect(prefix))
             num_pages = min(num_wanted, self._chunk_pages, self._max_pages - num_ahead, num_evictable)
             if num_pages <= 0 or not ledger.rows.num_free:
                 return None

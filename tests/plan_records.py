@@ -28,6 +28,7 @@ class CopyRecord(Record, frozen=True):
     to_host: bool
     device_pages: tuple[int, ...]
     host_pages: tuple[int, ...]
+    window_pages: tuple[int, ...]
     kv_len: int
 
 
@@ -49,9 +50,8 @@ def _item_record(item: ScheduledReq) -> ItemRecord:
 
 def _copy_record(copy: KVCopy) -> CopyRecord:
     pages = copy.pages
-    return CopyRecord(
-        copy.req.key, copy.num_retractions, pages.to_host, pages.device_pages, pages.host_pages, copy.kv_len
-    )
+    ids = pages.device_pages, pages.host_pages, pages.window_pages
+    return CopyRecord(copy.req.key, copy.num_retractions, pages.to_host, *ids, copy.kv_len)
 
 
 def record_of(plan: Plan) -> PlanRecord:
@@ -75,7 +75,12 @@ def plan_of(record: PlanRecord, reqs: Mapping[ReqKey, Req]) -> Plan:
         for items in (record.extends, record.decodes)
     )
     copies = tuple(
-        KVCopy(reqs[c.key], c.num_retractions, PageCopy(c.to_host, c.device_pages, c.host_pages), c.kv_len)
+        KVCopy(
+            reqs[c.key],
+            c.num_retractions,
+            PageCopy(c.to_host, c.device_pages, c.host_pages, c.window_pages),
+            c.kv_len,
+        )
         for c in record.copies
     )
     batch = ScheduleBatch(extends, decodes, record.future_writes) if extends or decodes else None

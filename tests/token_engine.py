@@ -25,6 +25,7 @@ from shared.engine.sampling_inputs import VocabMask
 from shared.kvcache.allocator import HostPages, PageCopy
 from shared.kvcache.host_pool import CpuHostKVPool
 from shared.kvcache.page_digest import chunk_digest
+from shared.kvcache.windows import WindowPages
 from shared.model.config import ModelConfig, load_model_config
 from shared.protocol.messages import KVLayout, NodeLimits
 from shared.scheduling.commit import Sampled
@@ -56,12 +57,15 @@ class CorruptKV(AssertionError):
 
 
 class TokenPool:
-    """A PageStore of one layer: K is the token id, V its complement."""
+    """A PageStore of one layer: K is the token id, V its complement. Window pages are those of a second layer."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_window_pages: int = 0) -> None:
         self.page_size = page_size
         self.device = torch.device("cpu")
-        self.kv = np.full((2, num_pages, page_size), -1, dtype=np.int64)
+        self.kv, self.window_kv = (
+            np.full((2, num, page_size), -1, dtype=np.int64) for num in (num_pages, num_window_pages)
+        )
+        self.num_window_layers = int(num_window_pages > 0)
 
     def gather_nbytes(self, num_pages: int, num_layers: int) -> int:
         return 2 * num_layers * num_pages * self.page_size * 8
@@ -69,13 +73,15 @@ class TokenPool:
     def gather(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int = 0
     ) -> int:
-        out.copy_(torch.from_numpy(np.ascontiguousarray(self.kv[:, page_ids])).view(torch.uint8).flatten())
+        kv = self.window_kv if first_layer else self.kv
+        out.copy_(torch.from_numpy(np.ascontiguousarray(kv[:, page_ids])).view(torch.uint8).flatten())
         return chunk_digest(out, self.page_size * 8, seed)
 
     def scatter(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int = 0
     ) -> int:
-        self.kv[:, page_ids] = src.numpy().view(np.int64).reshape(2, len(page_ids), self.page_size)
+        kv = self.window_kv if first_layer else self.kv
+        kv[:, page_ids] = src.numpy().view(np.int64).reshape(2, len(page_ids), self.page_size)
         return chunk_digest(src, self.page_size * 8, seed)
 
 
@@ -114,9 +120,13 @@ class TokenCopy:
 class TokenStream:
     """Runs everything as late as it may: when somebody waits for it. That is when a broken reuse rule bites."""
 
-    def __init__(self, pool: TokenPool, num_rows: int, num_host_pages: int = 0) -> None:
-        self.pool = pool
-        self.host_pool = CpuHostKVPool(pool, 1, num_host_pages, pool.gather_nbytes(1, 1))
+    def __init__(
+        self, pool: TokenPool, num_rows: int, num_host_pages: int = 0, window: int | None = None
+    ) -> None:
+        self.pool, self.window = pool, window
+        num_layers = 1 + pool.num_window_layers
+        page_nbytes = pool.gather_nbytes(1, num_layers)
+        self.host_pool = CpuHostKVPool(pool, num_layers, num_host_pages, page_nbytes, pool.num_window_layers)
         self.num_copies = 0
         self.fail_copies: list[bool] = []
         """Which of the next copies fail; none, when it is empty."""
@@ -172,14 +182,18 @@ class TokenStream:
         for b, (start, length) in enumerate(zip(batch.starts_B, batch.lengths_B, strict=True)):
             table = batch.page_table_BP[b]
             for i in range(start, start + length):
-                kv[0, table[i // size], i % size] = inputs[at]
-                kv[1, table[i // size], i % size] = ~inputs[at]
+                kv[:, table[i // size], i % size] = inputs[at], ~inputs[at]
+                if batch.window_table_BP is not None:
+                    window_page = batch.window_table_BP[b, i // size]
+                    self.pool.window_kv[:, window_page, i % size] = inputs[at], ~inputs[at]
                 at += 1
             positions = np.arange(start + length)
             k = kv[0, table[positions // size], positions % size]
             v = kv[1, table[positions // size], positions % size]
             if (k != ~v).any() or (k < 0).any():
                 raise CorruptKV(f"sequence {b}: K and V differ at {np.nonzero(k != ~v)[0]}")
+            if batch.window_table_BP is not None:
+                self._check_window(batch.window_table_BP[b], start, k)
             contexts.append(k.tolist())
         tokens, masked = [], batch.sampling.masked
         masked_ids = set() if masked is None else {*zip(masked.entries_N, masked.token_ids_N, strict=True)}
@@ -190,6 +204,14 @@ class TokenStream:
             self.future_map[batch.rows_B[b]] = token
             tokens.append(token)
         return tokens
+
+    def _check_window(self, table: np.ndarray, start: int, ids: np.ndarray) -> None:
+        """What the new tokens from `start` on see through the window is what the other layer has."""
+        assert self.window is not None
+        seen, size = np.arange(max(start + 1 - self.window, 0), len(ids)), self.pool.page_size
+        kv = self.pool.window_kv[:, table[seen // size], seen % size]
+        if (kv[0] != ids[seen]).any() or (kv[1] != ~ids[seen]).any():
+            raise CorruptKV(f"the window before token {start} differs at {seen[kv[0] != ids[seen]]}")
 
     def close(self) -> None:
         self.is_closed = True
@@ -218,23 +240,45 @@ def token_model_config(**fields: Any) -> ModelConfig:
         return load_model_config(Path(folder))
 
 
-def token_engine(config: NodeConfig) -> Engine:
-    """An Engine for the real schedulers, over a TokenPool."""
+def token_engine(config: NodeConfig, window: int | None = None, window_tokens: int = 0) -> Engine:
+    """An Engine for the real schedulers, over a TokenPool.
+
+    With a `window`, one layer of two has it, and a pool for `window_tokens` tokens, by default as large as the other.
+    """
     cache: CacheOptions = config.cache
     assert cache.max_total_tokens is not None
     num_pages = cache.max_total_tokens // cache.page_size + 1
     num_rows = config.schedule.max_running_requests
     context_length = config.model.context_length or 4096
-    pool = TokenPool(num_pages, cache.page_size)
+    pool, windows = TokenPool(num_pages, cache.page_size), None
+    if window is not None:
+        num_window_pages = (
+            min(-(-window_tokens // cache.page_size) + 1, num_pages) if window_tokens else num_pages
+        )
+        pool = TokenPool(num_pages, cache.page_size, num_window_pages)
+        windows = WindowPages(num_pages, num_window_pages, window, cache.page_size)
     num_host_pages = (cache.host_kv_tokens or 0) // cache.page_size
     return Engine(
         model_config=token_model_config(),
         pool=pool,  # type: ignore[arg-type]
         ledger=make_ledger(
-            num_pages, cache, num_rows, context_length, HostPages(num_host_pages, pool.gather_nbytes(1, 1))
+            num_pages,
+            cache,
+            num_rows,
+            context_length,
+            HostPages(num_host_pages, pool.gather_nbytes(1, 1)),
+            windows,
         ),
-        stream=TokenStream(pool, num_rows, num_host_pages),
-        layout=KVLayout("tokens", "int64", cache.page_size, 1, 1, 1),
+        stream=TokenStream(pool, num_rows, num_host_pages, window),
+        layout=KVLayout(
+            "tokens",
+            "int64",
+            cache.page_size,
+            1 + pool.num_window_layers,
+            1,
+            1,
+            windows=() if window is None else (0, window),
+        ),
         limits=NodeLimits(context_length, (num_pages - 1) * cache.page_size, num_rows),
         progress=Progress(),
         attention_backend="tokens",

@@ -275,6 +275,7 @@ class _InstantReceiver:
         page_ids: Sequence[int],
         prefix_pages: int,
         num_known: int | None = None,
+        window_ids: Sequence[int] = (),
     ) -> None:
         """The pages are there, and so is the first token."""
         ids, tokens = self.input_ids.pop(key), (_FIRST_TOKEN,)

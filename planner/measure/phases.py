@@ -45,6 +45,7 @@ def measure(
     effort = effort or MeasureLimits()
     make_transports(config.transfer, resolve_device(config.model.device))  # its options are checked first
     profile, layout, device = measure_engine(config, effort, on_progress)
+    layout = msgspec.structs.replace(layout, windows=())  # pages of all layers, as at the end of a prompt
     gc.collect()  # the engine's memory
     page_nbytes = layout.nbytes_per_token * layout.page_size
     num_pages = min(profile.node.context_length // layout.page_size, MAX_NBYTES // page_nbytes)

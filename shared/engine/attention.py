@@ -65,14 +65,17 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TorchAttentionPlan:
-    """Extends one by one, and the decode step beside them in one call over a padded page table."""
+    """Extends one by one, and the decode step beside them in one call over a padded page table.
+
+    Layers with windows have page tables of their own, which are the same where they have no pool of their own.
+    """
 
     starts: list[int]
     lengths: list[int]
     """Both of the extends (SGLang's extend_prefix_lens and extend_seq_lens)."""
     num_extend_tokens: int
-    extend_tables_BP: torch.Tensor
-    decode_tables_BP: torch.Tensor
+    tables_BP: torch.Tensor
+    window_tables_BP: torch.Tensor
     decode_seq_lens_B: torch.Tensor
 
     def run(
@@ -85,14 +88,15 @@ class TorchAttentionPlan:
     ) -> torch.Tensor:
         """Extends and decode step, each by the kernel made for it."""
         pages, sees = (k_pages_NKSD, v_pages_NKSD), (window, sinks_H)
+        tables_BP = self.tables_BP if window is None else self.window_tables_BP
+        extends_BP, decodes_BP = tables_BP[: len(self.lengths)], tables_BP[len(self.lengths) :]
         if not self.lengths:
-            return decode_attention(q_THD, *pages, self.decode_tables_BP, self.decode_seq_lens_B, *sees)
+            return decode_attention(q_THD, *pages, decodes_BP, self.decode_seq_lens_B, *sees)
         num = self.num_extend_tokens
-        tables_BP = self.extend_tables_BP
-        extended = extend_attention(q_THD[:num], *pages, tables_BP, self.starts, self.lengths, *sees)
+        extended = extend_attention(q_THD[:num], *pages, extends_BP, self.starts, self.lengths, *sees)
         if num == len(q_THD):
             return extended
-        decoded = decode_attention(q_THD[num:], *pages, self.decode_tables_BP, self.decode_seq_lens_B, *sees)
+        decoded = decode_attention(q_THD[num:], *pages, decodes_BP, self.decode_seq_lens_B, *sees)
         return torch.cat([extended, decoded])
 
 
@@ -118,12 +122,13 @@ class TorchAttention:
         num_extends = len(batch.host.rows_B) - batch.host.num_decodes
         lengths = batch.host.lengths_B[:num_extends].tolist()
         tables_BP = batch.page_table_BP.long()  # indexing would make int64 of it twice a layer
+        windows = batch.host.window_table_BP
         return TorchAttentionPlan(
             starts=batch.host.starts_B[:num_extends].tolist(),
             lengths=lengths,
             num_extend_tokens=sum(lengths),
-            extend_tables_BP=tables_BP[:num_extends],
-            decode_tables_BP=tables_BP[num_extends:],
+            tables_BP=tables_BP,
+            window_tables_BP=tables_BP if windows is None else torch.from_numpy(windows).long(),
             decode_seq_lens_B=batch.seq_lens_B[num_extends:],
         )
 

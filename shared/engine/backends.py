@@ -19,7 +19,7 @@ from shared.engine.torch_ops import torch_kernels
 from shared.errors import ConfigError
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.library import Team, load_library
-from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool
 from shared.model.config import ModelConfig
 from shared.model.decoder import Decoder
 from shared.model.packed_weights import PackedWeights, load_packed_weights, native_obstacle
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class LoadedModel(Protocol):
     """Weights in memory; how much is left for the KV pool is known once they are."""
 
-    def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> ModelBackend:
+    def bind(self, pool: AnyKVPool, progress: Progress, limits: ForwardLimits) -> ModelBackend:
         """The backend that computes forwards up to `limits` over `pool`.
 
         A GPU node makes two: the first is measured, then closed.
@@ -45,11 +45,11 @@ class TorchModel:
     """Weights for the decoder in Python, and what will compute with them."""
 
     decoder: Decoder
-    make_kernels: Callable[[TokenToKVPool], Kernels]
+    make_kernels: Callable[[AnyKVPool], Kernels]
     cuda_graph_max_bs: int | None
     """Most sequences of a forward that is replayed from a CUDA graph; None: no graphs."""
 
-    def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> TorchBackend:
+    def bind(self, pool: AnyKVPool, progress: Progress, limits: ForwardLimits) -> TorchBackend:
         """A TorchBackend, with graphs on a GPU if its attention can be captured."""
         kernels = self.make_kernels(pool)
         graphs = choose_graphs(kernels, self.cuda_graph_max_bs, pool.device, limits)
@@ -84,7 +84,7 @@ class NativeModel:
     weights: PackedWeights
     team: Team
 
-    def bind(self, pool: TokenToKVPool, progress: Progress, limits: ForwardLimits) -> NativeBackend:
+    def bind(self, pool: AnyKVPool, progress: Progress, limits: ForwardLimits) -> NativeBackend:
         """A NativeBackend, which ends the threads when it is closed."""
         return NativeBackend(self.config, self.weights, self.team, pool, progress)
 
@@ -159,7 +159,7 @@ def _native_team(
 
 def _make_kernels(
     attention_backend: str, exact: bool, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Callable[[TokenToKVPool], Kernels]:
+) -> Callable[[AnyKVPool], Kernels]:
     """What computes the decoder in Python over a pool. Triton is imported where it is chosen."""
     obstacle = _triton_obstacle(attention_backend, config, dtype, device)
     if obstacle is None:
@@ -172,7 +172,7 @@ def _make_kernels(
         raise ConfigError(
             f"--exact: torch's operations are not exact, and Triton's cannot be had: {obstacle}"
         )
-    return lambda pool: torch_kernels(pool.device)
+    return lambda pool: torch_kernels(pool.device, pool)
 
 
 def _triton_obstacle(

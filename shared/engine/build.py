@@ -40,6 +40,8 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvcache.page_mover import NumpyPageMover, PageMover
 from shared.kvcache.pools import ReqToTokenPool, TokenToKVPool
 from shared.kvcache.radix_cache import RadixCache
+from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
+from shared.kvcache.windows import WindowPages
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.dummy_weights import DummyWeights
@@ -57,7 +59,7 @@ class Engine:
     """A loaded model with its KV pool: what a scheduler is built from. It outlives the scheduler, and its role."""
 
     model_config: ModelConfig
-    pool: TokenToKVPool
+    pool: AnyKVPool
     ledger: KVLedger
     stream: ForwardStream
     layout: KVLayout
@@ -182,7 +184,7 @@ def build_engine(
         page_size=config.cache.page_size,
         host_kv_mib=round(num_host_pages * shape.page_nbytes / 2**20),
         cpu_cores=cpu_cores,
-        **{"kv_mib": round(pool.buffer_LSNHPD.nbytes / 2**20), **share.memory_mib},
+        **{"kv_mib": round(pool.nbytes / 2**20), **share.memory_mib},
     )
     return Engine(
         model_config=shape.model,
@@ -193,6 +195,7 @@ def build_engine(
             shape.num_rows,
             shape.context_length,
             HostPages(num_host_pages, shape.page_nbytes),
+            windows=new_windows(shape, num_pages),
         ),
         stream=bound.stream,
         layout=KVLayout(
@@ -204,6 +207,7 @@ def build_engine(
             head_dim=shape.model.head_dim,
             numerics=f"{backend.numerics}/{dtype_name(shape.dtype)}{shape.model.context_name}",
             quantization=quantized,
+            windows=() if shape.window is None else tuple(window or 0 for window in shape.model.windows),
             kv_cache_dtype="" if shape.kv_dtype == shape.dtype else dtype_name(shape.kv_dtype),
         ),
         limits=limits,
@@ -218,18 +222,34 @@ def build_engine(
     )
 
 
-def _new_pool(shape: EngineShape, num_pages: int, mover: PageMover | None) -> TokenToKVPool:
-    """A pool of `num_pages` pages and the scratch page."""
-    return TokenToKVPool(
-        num_pages=num_pages + 1,
-        page_size=shape.cache.page_size,
-        num_layers=shape.model.num_layers,
-        num_kv_heads=shape.model.num_kv_heads,
-        head_dim=shape.model.head_dim,
-        dtype=shape.kv_dtype,
-        device=shape.device,
-        mover=mover,
-    )
+def _new_pool(shape: EngineShape, num_pages: int, mover: PageMover | None) -> AnyKVPool:
+    """A pool of `num_pages` pages and the scratch page, and of window pages if layers with windows have their own."""
+
+    def pool_of(num_pages: int, num_layers: int) -> TokenToKVPool:
+        return TokenToKVPool(
+            num_pages=num_pages + 1,
+            page_size=shape.cache.page_size,
+            num_layers=num_layers,
+            num_kv_heads=shape.model.num_kv_heads,
+            head_dim=shape.model.head_dim,
+            dtype=shape.kv_dtype,
+            device=shape.device,
+            mover=mover,
+        )
+
+    if shape.window is None:
+        return pool_of(num_pages, shape.model.num_layers)
+    has_window = tuple(window is not None for window in shape.model.windows)
+    full = pool_of(num_pages, has_window.count(False))
+    return WindowedKVPool(full, pool_of(shape.num_window_pages(num_pages), sum(has_window)), has_window)
+
+
+def new_windows(shape: EngineShape, num_pages: int) -> WindowPages | None:
+    """What says which page has which window page. None where all layers share one pool."""
+    if shape.window is None:
+        return None
+    num_window_pages = shape.num_window_pages(num_pages)
+    return WindowPages(num_pages + 1, num_window_pages + 1, shape.window, shape.cache.page_size)
 
 
 def new_page_mover(attention_backend: str, device: torch.device) -> PageMover | None:
@@ -285,7 +305,7 @@ def _memory_of(device: torch.device, what: str) -> Iterator[None]:
         ) from error
 
 
-def new_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
+def new_host_pool(pool: AnyKVPool, num_host_pages: int) -> HostKVPool | None:
     """Host memory for retracted requests. Raises ConfigError when there is not so much of it."""
     nbytes = num_host_pages * pool.gather_nbytes(1, pool.num_layers)
     have = host_memory()
@@ -306,13 +326,15 @@ def make_ledger(
     num_rows: int,
     context_length: int,
     host: HostPages | None = None,
+    windows: WindowPages | None = None,
 ) -> KVLedger:
-    """The KV ledger over `num_pages` pages (the scratch page included)."""
+    """The KV ledger over `num_pages` pages (the scratch page included), and over window pages if there are any."""
     rows = ReqToTokenPool(num_rows, context_length, options.page_size)
     return KVLedger(
         PageAllocator(num_pages),
         rows,
-        RadixCache(options.page_size),
+        RadixCache(options.page_size, windows=windows),
         keep_prefixes=not options.disable_radix_cache,
         host=host,
+        windows=windows,
     )

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.model_worker_batch import ModelWorkerBatch
+from shared.kvcache.windows import WindowPages
 from shared.protocol.messages import ReqKey
 from shared.scheduling.plan import ScheduleBatch, ScheduledReq
 
@@ -106,6 +107,19 @@ def check_complete(batch: ScheduleBatch, inputs: ModelWorkerBatch) -> None:
     }
     wrong = {name: pair for name, pair in lengths.items() if pair[0] != pair[1]}
     assert not wrong, f"found and expected lengths of {wrong}"
+
+
+def check_windows(inputs: ModelWorkerBatch, windows: WindowPages | None) -> None:
+    """Every token that a new token sees through its window has a window page."""
+    if windows is None:
+        return
+    assert inputs.window_table_BP is not None
+    for b, (start, length) in enumerate(
+        zip(inputs.starts_B.tolist(), inputs.lengths_B.tolist(), strict=True)
+    ):
+        first, last = windows.first_page(start), -(-(start + length) // windows.page_size)
+        seen_P = inputs.window_table_BP[b, first:last]
+        assert seen_P.all(), f"sequence {b} sees pages {first} to {last} through its window, and has {seen_P}"
 
 
 def _row(item: ScheduledReq) -> int:

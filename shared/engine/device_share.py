@@ -12,7 +12,7 @@ from shared.engine.engine_shape import MIN_PAGES, EngineShape, gib
 from shared.engine.forward_stream import ForwardStream
 from shared.engine.model_runner import ModelBackend, ModelRunner
 from shared.errors import ConfigError
-from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool
 
 CPU_KV_CAP_BYTES = 2 << 30
 """Largest KV pool that is chosen by itself on a CPU, where other processes share the memory."""
@@ -23,7 +23,7 @@ CPU_FRACTION = 0.8
 class BoundModel:
     """A model bound to a KV pool, and the stream that its forwards run on. Closing the stream ends both."""
 
-    pool: TokenToKVPool
+    pool: AnyKVPool
     backend: ModelBackend
     runner: ModelRunner
     stream: ForwardStream

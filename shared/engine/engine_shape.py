@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,34 @@ class EngineShape:
         return 2 * m.num_layers * m.num_kv_heads * self.cache.page_size * row_nbytes
 
     @property
+    def window(self) -> int | None:
+        """The longest window of layers whose KV has a pool of its own. None: all layers share one pool.
+
+        On a GPU they do.
+        """
+        return self.model.longest_window if self.device.type == "cpu" else None
+
+    def num_window_pages(self, num_pages: int) -> int:
+        """How many window pages a pool of `num_pages` pages has, without the scratch pages (ADR 49).
+
+        They suffice for one prompt of the longest context, and for the windows of as many requests of a quarter of
+        that as the pages hold. 0 where all layers share one pool.
+        """
+        if self.window is None:
+            return 0
+        page_size = self.cache.page_size
+        prompt_pages = -(-self.context_length // page_size)
+        num_requests = min(-(-num_pages // max(prompt_pages // 4, 1)), self.num_rows)
+        return min(num_pages, prompt_pages + num_requests * (-(-self.window // page_size) + 2))
+
+    def kv_nbytes(self, num_pages: int) -> int:
+        """Of a pool of so many pages, the scratch pages not counted."""
+        windows = self.model.windows
+        num_windows = 0 if self.window is None else len(windows) - windows.count(None)
+        num_units = num_pages * (len(windows) - num_windows) + self.num_window_pages(num_pages) * num_windows
+        return self.page_nbytes // len(windows) * num_units
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """Of KV pages."""
         of_codes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -113,7 +142,7 @@ class EngineShape:
     def useful_pages(self, budget_nbytes: int) -> int:
         """How many pages fit into a budget, and no more than all requests together can use, but two if they fit."""
         most = max(-(-self.num_rows * self.context_length // self.cache.page_size), MIN_PAGES)
-        return min(budget_nbytes // self.page_nbytes, most)
+        return bisect_right(range(1, most + 1), budget_nbytes, key=self.kv_nbytes)
 
     def given_pages(self, total_nbytes: int) -> int | None:
         """Pages of --max-total-tokens; None without it. Raises ConfigError for less than two or more than fit."""
@@ -125,9 +154,9 @@ class EngineShape:
             raise ConfigError(
                 f"--max-total-tokens {tokens}: at least two pages of {page_size} tokens are needed (--page-size)"
             )
-        if num_pages * self.page_nbytes > total_nbytes:
+        if self.kv_nbytes(num_pages) > total_nbytes:
             raise ConfigError(
-                f"--max-total-tokens {tokens}: {num_pages * self.page_nbytes} bytes of KV do not fit into the memory "
+                f"--max-total-tokens {tokens}: {self.kv_nbytes(num_pages)} bytes of KV do not fit into the memory "
                 f"of {self.device}, which has {total_nbytes}; choose fewer"
             )
         return num_pages

@@ -66,4 +66,4 @@ class KVCopies:
                     )
                     outcome.failed[copy.req] = failure
             finally:
-                self._ledger.allocator.forward_retired()
+                self._ledger.forward_retired()

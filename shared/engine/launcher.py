@@ -10,7 +10,7 @@ from typing import Any
 
 from shared import log
 from shared.engine.collect_sampling import CountedRows
-from shared.engine.debug_checks import LaunchChecks
+from shared.engine.debug_checks import LaunchChecks, check_windows
 from shared.engine.forward_stream import (
     ForwardStream,
     GenerationBatchResult,
@@ -115,7 +115,7 @@ class Launcher:
 
     def _launch(self, batch: ScheduleBatch, began_at: float) -> Launched:
         launched = Launched(batch, began_at)
-        self._ledger.allocator.forward_launched()
+        self._ledger.forward_launched()
         try:
             inputs = self._snapshot(
                 batch,
@@ -123,9 +123,11 @@ class Launcher:
                 batch.future_writes,
                 self._eos_token_ids,
                 self._counted_rows,
+                self._ledger.windows,
             )
             if self._checks is not None:
                 self._checks.launching(batch, inputs)
+                check_windows(inputs, self._ledger.windows)
             launched.forwarded = self._stream.submit(inputs)
         except Exception as error:
             if self._checks is not None and isinstance(error, AssertionError):
@@ -162,7 +164,7 @@ class Launcher:
             outcome.failed |= {item.req: failure for item in due.batch.items if not item.is_stale}
             return
         finally:
-            self._ledger.allocator.forward_retired()
+            self._ledger.forward_retired()
         self._num_failed = 0
         if any(item.start < item.req.num_input_ids for item in due.batch.extends):
             outcome.prefilled = due.batch.num_tokens, self._clock() - due.began_at

@@ -11,6 +11,7 @@ import numpy as np
 from shared.engine.collect_sampling import CountedRows, input_logprobs, sampling_inputs
 from shared.engine.sampling_inputs import HostSampling
 from shared.kvcache.pools import ReqToTokenPool
+from shared.kvcache.windows import WindowPages
 from shared.scheduling.plan import ScheduleBatch
 
 
@@ -22,7 +23,8 @@ class ModelWorkerBatch:
     step and carry nothing: each computes the last sampled token of its row, read from the FutureMap.
     `future_writes` are (row, token) pairs of the host, which enter the FutureMap before this forward reads it.
     `sampled_B` lists which sequences sample. In SGLang, rows are req_pool_indices, starts extend_prefix_lens, and
-    lengths extend_seq_lens.
+    lengths extend_seq_lens. Layers with windows find their pages in `window_table_BP`, where 0 is for a page that no
+    token of this forward sees; None: in `page_table_BP`, as all layers.
     """
 
     num_decodes: int
@@ -34,10 +36,19 @@ class ModelWorkerBatch:
     sampled_B: np.ndarray
     sampling: HostSampling
     future_writes: tuple[tuple[int, int], ...]
+    window_table_BP: np.ndarray | None = None
 
 
 Snapshot = Callable[
-    [ScheduleBatch, ReqToTokenPool, Sequence[tuple[int, int]], frozenset[int], CountedRows], Any
+    [
+        ScheduleBatch,
+        ReqToTokenPool,
+        Sequence[tuple[int, int]],
+        frozenset[int],
+        CountedRows,
+        WindowPages | None,
+    ],
+    Any,
 ]
 """`snapshot`, or what else makes of a decision what a stream takes: a simulated one takes the decision itself."""
 
@@ -48,6 +59,7 @@ def snapshot(
     future_writes: Sequence[tuple[int, int]],
     eos_token_ids: frozenset[int],
     counted_rows: CountedRows | None = None,
+    windows: WindowPages | None = None,
 ) -> ModelWorkerBatch:
     """Copy what the forward needs out of the scheduler's own, still changing, state.
 
@@ -64,13 +76,14 @@ def snapshot(
     for item in batch.extends:
         input_ids += item.req.ids[item.start : item.start + item.length]
     sampled = [i for i, item in enumerate(items) if item.position is not None]
+    table_BP = rows.pages[row_ids, :num_pages]
     return ModelWorkerBatch(
         num_decodes=len(batch.decodes),
         input_ids=np.array(input_ids, dtype=np.int64),
         rows_B=row_ids,
         starts_B=starts,
         lengths_B=lengths,
-        page_table_BP=rows.pages[row_ids, :num_pages],
+        page_table_BP=table_BP,
         sampled_B=np.array(sampled, dtype=np.int64),
         sampling=sampling_inputs(
             [items[i] for i in sampled],
@@ -79,4 +92,5 @@ def snapshot(
             input_logprobs(batch.extends),
         ),
         future_writes=tuple(future_writes),
+        window_table_BP=None if windows is None else windows.of_page[table_BP],
     )

@@ -18,7 +18,7 @@ from shared.engine.sampler import adjust_logits
 from shared.engine.sampling_inputs import DrawInputs, SamplingInputs
 from shared.kernels.cpu.decoder import BatchDesc, KVPool, NativeDecoder, Sampling, sample
 from shared.kernels.cpu.library import Team, numerics
-from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 from shared.model.config import ModelConfig
 from shared.model.packed_weights import PackedWeights
 
@@ -36,7 +36,7 @@ class NativeBackend:
         config: ModelConfig,
         weights: PackedWeights,
         team: Team,
-        pool: TokenToKVPool,
+        pool: AnyKVPool,
         progress: Progress,
     ) -> None:
         """The backend owns `team`, and ends it in `close`."""
@@ -44,8 +44,7 @@ class NativeBackend:
         self.vocab_size = config.vocab_size
         self._hidden_size = config.hidden_size
         self._team = team
-        has_codes = pool.dtype == torch.int8
-        pages = KVPool(pool.buffer_LSNHPD.data_ptr(), pool.num_pages, pool.page_size, has_codes)
+        pages = _pages_of(pool)
         self._decoder = NativeDecoder(team, weights.desc, pages, (weights, pool))
         self._progress = progress
         self._logits = np.empty(0, dtype=np.float32)
@@ -59,6 +58,8 @@ class NativeBackend:
         hidden_ND = np.empty((len(rows_N), self._hidden_size), dtype=np.float32)
         writes = np.array(batch.future_writes, dtype=np.int64).reshape(-1, 2).T.copy()
         page_table_BP = np.ascontiguousarray(batch.page_table_BP)
+        windows = batch.window_table_BP
+        window_table_BP = None if windows is None else np.ascontiguousarray(windows)
         self._decoder.forward(
             BatchDesc(
                 num_sequences=len(batch.rows_B),
@@ -67,6 +68,7 @@ class NativeBackend:
                 starts=batch.starts_B.ctypes.data,
                 lengths=batch.lengths_B.ctypes.data,
                 page_table=page_table_BP.ctypes.data,
+                window_table=None if window_table_BP is None else window_table_BP.ctypes.data,
                 table_stride=page_table_BP.shape[1],
                 input_ids=batch.input_ids.ctypes.data,
                 last_tokens=future_map.last_token_R.data_ptr(),
@@ -123,6 +125,18 @@ class NativeBackend:
         if len(self._logits) < num_rows * self.vocab_size:
             self._logits = np.empty(num_rows * self.vocab_size, dtype=np.float32)
         return self._logits[: num_rows * self.vocab_size].reshape(num_rows, self.vocab_size)
+
+
+def _pages_of(pool: AnyKVPool) -> KVPool:
+    full, window = (pool.full, pool.window) if isinstance(pool, WindowedKVPool) else (pool, None)
+    return KVPool(
+        pages=full.buffer_LSNHPD.data_ptr(),
+        num_pages=full.num_pages,
+        window_pages=None if window is None else window.buffer_LSNHPD.data_ptr(),
+        num_window_pages=0 if window is None else window.num_pages,
+        page_size=pool.page_size,
+        has_codes=pool.dtype == torch.int8,
+    )
 
 
 def _sampling(draws: DrawInputs[torch.Tensor] | None) -> Sampling:

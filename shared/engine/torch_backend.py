@@ -20,7 +20,7 @@ from shared.engine.penalties import Penalize
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.uploads import StartCopy, start_copy_to
-from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool
 from shared.model.decoder import Decoder
 from shared.model.ops import Ops
 
@@ -76,7 +76,7 @@ class TorchBackend:
         self,
         kernels: Kernels,
         decoder: Decoder,
-        pool: TokenToKVPool,
+        pool: AnyKVPool,
         progress: Progress,
         limits: ForwardLimits,
         *,

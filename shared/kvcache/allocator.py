@@ -91,11 +91,15 @@ class PageAllocator:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copies device page `device_pages[i]` (all layers, K and V) to host page `host_pages[i]`, or back."""
+    """Copies device page `device_pages[i]` (all layers, K and V) to host page `host_pages[i]`, or back.
+
+    Of a model with windows, its layers are those of `device_pages[i]` and, unless that is 0, of `window_pages[i]`.
+    """
 
     to_host: bool
     device_pages: tuple[int, ...]
     host_pages: tuple[int, ...]
+    window_pages: tuple[int, ...] = ()
 
 
 class HostPages:

@@ -16,6 +16,7 @@ import torch
 from shared.host_memory import new_host_buffer
 from shared.kvcache.allocator import PageCopy
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 
 MAX_CHUNK_BYTES = 32 << 20
 """Most device memory that one copy on a GPU allocates. Requests are retracted when that memory is scarce."""
@@ -46,16 +47,29 @@ class HostKVPool(Protocol):
 class CpuHostKVPool:
     """The host pool of a KV pool that is in host memory itself (`--device cpu`)."""
 
-    def __init__(self, pages: WholePages, num_layers: int, num_host_pages: int, page_nbytes: int) -> None:
+    def __init__(
+        self,
+        pages: WholePages,
+        num_layers: int,
+        num_host_pages: int,
+        page_nbytes: int,
+        num_window_layers: int = 0,
+    ) -> None:
+        """The last `num_window_layers` of `num_layers` are those of window pages."""
         self._pages = pages
-        self._num_layers = num_layers
+        self._num_full, self._num_windows = num_layers - num_window_layers, num_window_layers
+        self._window_at = page_nbytes // num_layers * self._num_full
         self._host_NB = new_host_buffer(num_host_pages * page_nbytes).view(num_host_pages, page_nbytes)
 
     def copy(self, pages: PageCopy) -> None:
         """Copy pages one by one. The copies are done on return."""
         move = self._pages.gather if pages.to_host else self._pages.scatter
         for device_page, host_page in zip(pages.device_pages, pages.host_pages, strict=True):
-            move([device_page], 0, self._num_layers, self._host_NB[host_page])
+            move([device_page], 0, self._num_full, self._host_NB[host_page, : self._window_at])
+        for window_page, host_page in zip(pages.window_pages, pages.host_pages, strict=False):
+            if window_page:
+                at = self._window_at
+                move([window_page], self._num_full, self._num_windows, self._host_NB[host_page, at:])
 
 
 class CudaHostKVPool:
@@ -109,10 +123,13 @@ def runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = i
 
 
-def make_host_pool(pool: TokenToKVPool, num_host_pages: int) -> HostKVPool | None:
+def make_host_pool(pool: AnyKVPool, num_host_pages: int) -> HostKVPool | None:
     """Host memory for `num_host_pages` pages of `pool`; None for 0. Raises RuntimeError when it cannot be pinned."""
     if num_host_pages == 0:
         return None
+    num_window_layers = sum(pool.has_window) if isinstance(pool, WindowedKVPool) else 0
     if pool.device.type == "cuda":
+        assert isinstance(pool, TokenToKVPool), "on a GPU all layers share one pool"
         return CudaHostKVPool(pool, num_host_pages)
-    return CpuHostKVPool(pool, pool.num_layers, num_host_pages, pool.gather_nbytes(1, pool.num_layers))
+    page_nbytes = pool.gather_nbytes(1, pool.num_layers)
+    return CpuHostKVPool(pool, pool.num_layers, num_host_pages, page_nbytes, num_window_layers)

@@ -91,8 +91,15 @@ class TokenToKVPool:
         if mover is None:
             mover = NumpyPageMover() if device.type == "cpu" else TorchPageMover(CudaStreams(device))
         self.mover = mover
-        self._pages_RPN = self.buffer_LSNHPD.view(-1).view(torch.uint8).view(num_layers * 2, num_pages, -1)
+        self._pages_RPN = (
+            self.buffer_LSNHPD.view(-1).view(torch.uint8).view(num_layers * 2, num_pages, self.page_nbytes)
+        )
         """The buffer as bytes: [layers * 2, pages, page_nbytes]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self.buffer_LSNHPD.nbytes
 
     def layer_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the K and V pages of one layer, each [num_pages, num_kv_heads, page_size, head_dim] or of codes."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import cast
 
+from shared.kvcache.windows import WindowPages
 from shared.protocol.block_hash import next_hash, root_hash
 
 
@@ -134,11 +135,14 @@ class RadixCache:
     thread-safe. It belongs to the scheduler thread.
     """
 
-    def __init__(self, page_size: int, changes: CacheChanges | None = None) -> None:
+    def __init__(
+        self, page_size: int, changes: CacheChanges | None = None, windows: WindowPages | None = None
+    ) -> None:
+        """With `windows`, a prefix is found only up to a page behind which a forward can go on."""
         self.page_size = page_size
         self.changes = changes
-        self.num_changes = 0
-        """Increases whenever a `peek` may have another result than before."""
+        self._windows = windows
+        self._num_changes = 0
         self.num_evictable_pages = 0
         self.num_protected_pages = 0
         self._root = TreeNode(parent=None, keys=[], pages=[])
@@ -148,10 +152,18 @@ class RadixCache:
         self._heap: list[tuple[int, int, TreeNode]] = []
         """Evictable leaves by last access. An entry may be out of date, so it is checked when it is popped."""
 
+    @property
+    def num_changes(self) -> int:
+        """Increases whenever a `peek` may have another result than before."""
+        return self._num_changes + (self._windows.num_changes if self._windows is not None else 0)
+
     def match_prefix(self, ids: Sequence[int], extra_key: str = "") -> Match:
         """Find the longest prefix of `ids`, in whole pages. A node that matches in part is split."""
         node, _ = self._descend(self._cut(ids, extra_key), self._root)
-        return Match(self._path_pages(node, self._root), node)
+        pages = self._path_pages(node, self._root)
+        if self._windows is not None and (num_pages := self._windows.hit(pages)) < len(pages):
+            node, pages = self.cut_at(self.shortened(Peek(len(pages), node), num_pages)), pages[:num_pages]
+        return Match(pages, node)
 
     def peek(self, ids: Sequence[int], num_tokens: int, extra_key: str = "") -> Peek:
         """Find what `match_prefix(ids[:num_tokens])` would find. No node counts as used, and none is split.
@@ -168,15 +180,29 @@ class RadixCache:
             node, at, lead = child, at + 1, ()
             for key in child.keys[1 : 1 + num_pages - at]:
                 if key != tuple(ids[at * size : (at + 1) * size]):
-                    return Peek(at, node)
+                    return self._usable(Peek(at, node))
                 at += 1
-        return Peek(at, node)
+        return self._usable(Peek(at, node))
 
-    def cut_at(self, peek: Peek) -> None:
-        """Split the node in whose middle `peek` ends, if it does, so that a lock holds no more than the prefix."""
+    def cut_at(self, peek: Peek) -> TreeNode:
+        """Split the node in whose middle `peek` ends, if it does, so that a lock holds no more than the prefix.
+
+        Returns the node with which the prefix ends then.
+        """
         num_behind = sum(len(node.pages) for node in self._path(peek.node)) - peek.num_pages
-        if num_behind:
-            self._split(peek.node, len(peek.node.pages) - num_behind)
+        return self._split(peek.node, len(peek.node.pages) - num_behind) if num_behind else peek.node
+
+    def pages_of(self, peek: Peek, first_page: int = 0) -> list[int]:
+        """The pages of the peeked prefix, from `first_page` on."""
+        return self._path_pages(peek.node, self._root)[first_page : peek.num_pages]
+
+    def shortened(self, peek: Peek, num_pages: int) -> Peek:
+        """The first `num_pages` pages of the peeked prefix."""
+        node, end = peek.node, sum(len(node.pages) for node in self._path(peek.node))
+        while node.parent is not None and end - len(node.pages) >= num_pages:
+            end -= len(node.pages)
+            node = node.parent
+        return Peek(num_pages, node)
 
     def num_pages_unlocked_by(self, locks: Iterable[PrefixLock]) -> int:
         """Count the pages that would become evictable if all of `locks` were released."""
@@ -207,7 +233,7 @@ class RadixCache:
                 leaf.hashes = self._hashes(node, rest)
                 self.changes.stored(leaf.hashes)
             node.children[rest[0]] = leaf
-            self.num_changes += 1
+            self._num_changes += 1
             self._touch(leaf)
             self.num_evictable_pages += len(rest)
             node = leaf
@@ -244,7 +270,7 @@ class RadixCache:
                 continue
             self._cut_off(leaf)
         self.num_evictable_pages -= len(evicted)
-        self.num_changes += 1
+        self._num_changes += 1
         return evicted
 
     def evict_behind(self, ids: Sequence[int], num_pages: int, extra_key: str = "") -> list[int]:
@@ -264,7 +290,7 @@ class RadixCache:
                     self.changes.removed(node.hashes)
                 self._cut_off(node)
         self.num_evictable_pages -= len(evicted)
-        self.num_changes += 1
+        self._num_changes += 1
         return evicted
 
     def pages(self) -> list[int]:
@@ -280,6 +306,12 @@ class RadixCache:
         return sum(len(node.pages) for node in self._nodes() if node.lock_ref)
 
     # ------------------------------------------------------------------------------------------ inside
+    def _usable(self, peek: Peek) -> Peek:
+        """What can be continued of the peeked prefix."""
+        if self._windows is None:
+            return peek
+        return self.shortened(peek, self._windows.hit(self.pages_of(peek)))
+
     def _cut_off(self, leaf: TreeNode) -> None:
         """Remove a leaf, whose pages have another owner from now on."""
         assert leaf.parent is not None
@@ -339,7 +371,7 @@ class RadixCache:
     def _split(self, node: TreeNode, at: int) -> TreeNode:
         """Split `node` before page `at`. Returns the new upper half, which has the lock_ref of the whole."""
         assert node.parent is not None
-        self.num_changes += 1
+        self._num_changes += 1
         upper = TreeNode(
             parent=node.parent,
             keys=node.keys[:at],

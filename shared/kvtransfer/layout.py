@@ -81,15 +81,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How this node's pages are cut: at most `pages_per_chunk` pages of `layers_per_chunk` layers."""
+    """How pages of one group of layers are cut: at most `pages_per_chunk` pages of `layers_per_chunk` layers."""
 
     num_layers: int
     layers_per_chunk: int
     pages_per_chunk: int
+    first_layer: int = 0
 
     @classmethod
-    def fit(cls, *, num_layers: int, unit_nbytes: int, slot_nbytes: int) -> ChunkPlan:
+    def fit(cls, *, num_layers: int, unit_nbytes: int, slot_nbytes: int, first_layer: int = 0) -> ChunkPlan:
         """Fill slots as well as possible; `unit_nbytes` is K and V of one page of one layer."""
+        if num_layers == 0:
+            return cls(0, 1, 1)
         layers = min(num_layers, slot_nbytes // unit_nbytes)
         if layers == 0:
             raise ConfigError(
@@ -98,7 +101,19 @@ class ChunkPlan:
             )
         num_parts = -(-num_layers // layers)
         layers = -(-num_layers // num_parts)  # parts of equal size, so that no part is a small remainder
-        return cls(num_layers, layers, slot_nbytes // (unit_nbytes * layers))
+        return cls(num_layers, layers, slot_nbytes // (unit_nbytes * layers), first_layer)
+
+    @classmethod
+    def of_groups(cls, layout: KVLayout, *, unit_nbytes: int, slot_nbytes: int) -> tuple[ChunkPlan, ...]:
+        """One for each group of layers, in their order."""
+        num_windows = layout.num_window_layers
+        num_full = layout.num_layers - num_windows
+        full = cls.fit(num_layers=num_full, unit_nbytes=unit_nbytes, slot_nbytes=slot_nbytes)
+        if not num_windows:
+            return (full,)
+        return full, cls.fit(
+            num_layers=num_windows, unit_nbytes=unit_nbytes, slot_nbytes=slot_nbytes, first_layer=num_full
+        )
 
     def cut(self, first_page: int, num_pages: int) -> Iterator[Chunk]:
         """Chunks that cover every (page, layer) of the range exactly once, in the order of the pages."""
@@ -106,4 +121,5 @@ class ChunkPlan:
         for page in range(first_page, end_page, self.pages_per_chunk):
             pages = min(self.pages_per_chunk, end_page - page)
             for layer in range(0, self.num_layers, self.layers_per_chunk):
-                yield Chunk(page, pages, layer, min(self.layers_per_chunk, self.num_layers - layer))
+                num_layers = min(self.layers_per_chunk, self.num_layers - layer)
+                yield Chunk(page, pages, self.first_layer + layer, num_layers)

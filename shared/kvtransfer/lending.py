@@ -21,6 +21,7 @@ from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import PrefixLock
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, Peering
+from shared.kvtransfer.queues import offer
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import SendEnded, SendEvent
 from shared.protocol.messages import Lend, ReqKey
@@ -51,6 +52,8 @@ class _Loan:
     next_page: int = 0
     end_page: int | None = None
     """None until the borrower has said Ready."""
+    window_from: int = 0
+    """Pages from this one on are lent with their window pages, which are protected."""
 
 
 class Lending:
@@ -121,11 +124,16 @@ class Lending:
     def _ready(self, ready: Ready) -> None:
         """The borrower has reserved pages."""
         loan = self._loans[ready.key]
-        end_page = min(ready.num_pages, len(loan.pages))
+        end_page, windows = min(ready.num_pages, len(loan.pages)), self._ledger.windows
+        if windows is not None:
+            end_page = windows.hit(loan.pages[:end_page])
         if not 0 <= ready.prefix_pages < end_page:
             self._sender.cancel(ready.key, f"this node has cached {len(loan.pages)} pages of it")
             return
         loan.next_page, loan.end_page = ready.prefix_pages, end_page
+        if windows is not None:
+            loan.window_from = windows.first_page(end_page * self._ledger.page_size)
+            windows.read(loan.pages[loan.window_from : end_page])
 
     def advance(self, *, beside_handoffs: bool) -> None:
         """Offer the next pages of every loan; `beside_handoffs`, while pages of requests leave this node."""
@@ -142,13 +150,16 @@ class Lending:
             first, loan.next_page = loan.next_page, loan.end_page
             if beside_handoffs:
                 loan.next_page = min(first + PAGES_BESIDE_HANDOFFS, loan.end_page)
-            self._sender.offer(key, loan.pages[first : loan.next_page])
+            pages = loan.pages[first : loan.next_page]
+            offer(self._sender, self._ledger, key, pages, max(loan.window_from - first, 0))
             if loan.next_page == loan.end_page:
                 self._sender.handoff(key, loan_record(key, loan.ids, loan.end_page, self._ledger.page_size))
 
     def _ended(self, ended: SendEnded) -> None:
         """Release a loan, whose pages are not read any more. Corrupt pages are evicted, as they may be wrong here."""
         loan = self._loans.pop(ended.key)
+        if self._ledger.windows is not None and loan.end_page is not None:
+            self._ledger.windows.unread(loan.pages[loan.window_from : loan.end_page])
         loan.lock.release()
         if ended.corrupt:
             num_pages = self._ledger.evict_behind(loan.ids, ended.prefix_pages, loan.extra_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared import log
@@ -31,6 +32,8 @@ class _Inflight:
     req: Req
     num_known: int
     next_page: int
+    window_from: int
+    """Pages from this one on are offered with window pages."""
 
 
 class InflightQueue:
@@ -53,7 +56,10 @@ class InflightQueue:
 
     def add(self, key: ReqKey, req: Req, prefix_pages: int, num_known: int) -> None:
         """Enter a request of which the receiving node has `prefix_pages`, and `num_known` tokens in its Work."""
-        self._inflight[key] = _Inflight(req, num_known, prefix_pages)
+        window_from = self._ledger.first_window_page(num_known)
+        if req.kv is not None:  # it runs, and has given up the window pages before these
+            window_from = max(window_from, req.kv.window_from)
+        self._inflight[key] = _Inflight(req, num_known, prefix_pages, window_from)
 
     def offer_computed(self, key: ReqKey) -> None:
         """Offer the whole pages that commits have completed since the last offer."""
@@ -94,8 +100,20 @@ class InflightQueue:
         first, kv = inflight.next_page, inflight.req.kv
         assert kv is not None
         if end_page > first:
-            self._sender.offer(key, self._ledger.rows.read(kv.row, first, end_page))
+            pages = self._ledger.rows.read(kv.row, first, end_page)
+            offer(self._sender, self._ledger, key, pages, max(inflight.window_from - first, 0))
             inflight.next_page = end_page
+
+
+def offer(
+    sender: KVSender, ledger: KVLedger, key: ReqKey, pages: Sequence[int], num_without_windows: int
+) -> None:
+    """Offer the next pages of a sequence, of which the first few come without window pages."""
+    if ledger.windows is None:
+        sender.offer(key, pages)
+        return
+    sender.offer(key, pages[:num_without_windows])
+    sender.offer(key, pages[num_without_windows:], ledger.window_pages_of(pages[num_without_windows:]))
 
 
 def evict_corrupt(req: Req, ended: SendEnded, ledger: KVLedger) -> None:
@@ -125,7 +143,7 @@ def take_over(req: Req, received: Received, ledger: KVLedger) -> None:
     if handoff.digest != record_digest(inputs, outputs, handoff.token_ids, handoff.kv_len):
         raise TransferError("handoff digest: the sending node worked on other tokens")
     req.ids += handoff.token_ids
-    req.kv.kv_committed_len = req.kv.kv_allocated_len = handoff.kv_len
+    ledger.arrived(req.kv, handoff.kv_len)
     ledger.cache_unfinished_req(req.kv, req.ids)
     ledger.release_superseded(req.kv)
     req.num_sampled = req.output_len

@@ -55,8 +55,8 @@ _Keyed = Offer | Handoff | CancelTransfer
 class SendingNode(Peer[ReceiveWorker]):
     """A node that has introduced itself, and the link that this one builds with it next."""
 
-    plan: ChunkPlan
-    """How pages from this peer are cut, so that they fit the slots of both ends."""
+    plans: tuple[ChunkPlan, ...]
+    """How pages from this peer are cut, so that they fit the slots of both ends. Each group of layers has a plan."""
     transports: deque[str] = field(default_factory=deque)
     """What both ends can use; the first is what the next link will use."""
     passed_over: dict[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
         )
         self.num_links_opened = 0
         """Links ever begun; more than peers when some had to be rebuilt."""
-        self._own_plan = self._plan(own.transports.slot_nbytes)
+        self._own_plans = self._plans(own.transports.slot_nbytes)
 
     # ------------------------------------------------------------------------------ scheduler thread
     def open(
@@ -92,9 +92,11 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
         page_ids: Sequence[int],
         prefix_pages: int,
         num_known: int | None = None,
+        window_ids: Sequence[int] = (),
     ) -> None:
         """Take `page_ids`, reserved for sequence pages from `prefix_pages` on, and ask the peer for them.
 
+        `window_ids` are the window page of each, 0 for none; empty for a model without windows.
         The peer need not be connected yet. More pages may be reserved than will come. A key is opened once. Of a
         request that moves here while it runs, the first `num_known` tokens are known; its pages are in no hurry.
         """
@@ -103,9 +105,11 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
                 key=key,
                 peer_id=peer_id,
                 page_ids=list(page_ids),
+                window_ids=list(window_ids),
                 prefix_pages=prefix_pages,
                 num_layers=self._own.layout.num_layers,
                 page_size=self._own.layout.page_size,
+                windows=self._own.layout.windows,
                 deadline=self._clock() + self._options.connect_timeout_s,
                 num_known=num_known,
             )
@@ -191,7 +195,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
     # ----------------------------------------------------------------------- peers, under the lock
     def _met(self, peer_id: str, hello: PeerHello) -> None:
         self.end_link_of(peer_id, "the peer connected anew", tell_peer=False)
-        peer = SendingNode(peer_id=peer_id, heartbeat=self._heartbeat(), plan=self._own_plan)
+        peer = SendingNode(peer_id=peer_id, heartbeat=self._heartbeat(), plans=self._own_plans)
         self._meet(peer)
         transports, mixed = self._own.transports, self._options.allow_mixed_numerics
         try:
@@ -201,7 +205,7 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
             usable, passed_over = transports.in_common(hello.transports, hello.place)
             peer.transports.extend(usable)
             peer.passed_over |= passed_over
-            peer.plan = self._plan(min(hello.slot_nbytes, transports.slot_nbytes))
+            peer.plans = self._plans(min(hello.slot_nbytes, transports.slot_nbytes))
         except (PeerMismatch, ConfigError) as error:
             peer.refused = str(error)
             log.warn("peer_refused", peer=peer_id, reason=peer.refused)
@@ -210,12 +214,9 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
             return
         self._open_link(peer)
 
-    def _plan(self, slot_nbytes: int) -> ChunkPlan:
-        return ChunkPlan.fit(
-            num_layers=self._own.layout.num_layers,
-            unit_nbytes=self._own.pages.gather_nbytes(1, 1),
-            slot_nbytes=slot_nbytes,
-        )
+    def _plans(self, slot_nbytes: int) -> tuple[ChunkPlan, ...]:
+        unit_nbytes = self._own.pages.gather_nbytes(1, 1)
+        return ChunkPlan.of_groups(self._own.layout, unit_nbytes=unit_nbytes, slot_nbytes=slot_nbytes)
 
     def _open_link(self, peer: SendingNode) -> None:
         self.num_links_opened += 1
@@ -286,11 +287,12 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
         self._settle(transfer)
 
     def _offered(self, transfer: ReceiveTransfer, offer: Offer) -> None:
-        if not transfer.offered(offer.first_page, offer.num_pages, self._clock()):
+        if not transfer.offered(offer.first_page, offer.num_pages, self._clock(), offer.has_windows):
             return
         peer, link = self._link(transfer)
-        chunks = peer.plan.cut(offer.first_page, offer.num_pages)
-        link.enqueue(transfer.key, chunks, bulk=transfer.is_bulk)
+        for plan in peer.plans if offer.has_windows else peer.plans[:1]:
+            chunks = plan.cut(offer.first_page, offer.num_pages)
+            link.enqueue(transfer.key, chunks, bulk=transfer.is_bulk)
 
     def _link(self, transfer: ReceiveTransfer) -> tuple[SendingNode, ReceiveWorker]:
         """Where the pages of a transfer come from, and over which link: the transfer lives and dies with it."""

@@ -83,7 +83,10 @@ class SendWorker(LinkWorker):
 
     def _check(self, seq: int, chunk: GrantedChunk) -> None:
         last_layer = chunk.first_layer + chunk.num_layers
-        fits = 0 <= chunk.first_layer < last_layer <= self._own.layout.num_layers and chunk.num_pages > 0
+        layout = self._own.layout
+        num_full = layout.num_layers - layout.num_window_layers
+        fits = 0 <= chunk.first_layer < last_layer <= layout.num_layers and chunk.num_pages > 0
+        fits &= not chunk.first_layer < num_full < last_layer  # no chunk has layers of both groups
         if not fits or chunk.nbytes != self._pages.gather_nbytes(chunk.num_pages, chunk.num_layers):
             raise LinkError(f"malformed grant {seq} of {chunk.nbytes} bytes")
         if chunk.nbytes > self._ring.slot_nbytes:

@@ -76,8 +76,9 @@ class KVSender(Side[SendTransfer, SendEvent, ReceivingNode]):
         """Begin a transfer to the node `peer_id`, which will ask for the pages of `key`. A key is opened once."""
         with self._lock:
             now = self._clock()
+            layout, deadline = self._own.layout, now + self._options.ready_timeout_s
             transfer = SendTransfer(
-                key, peer_id, self._own.layout.num_layers, now, now + self._options.ready_timeout_s
+                key, peer_id, layout.num_layers, now, deadline, num_window_layers=layout.num_window_layers
             )
             self.transfers.open(transfer)
             if self._closed:
@@ -88,14 +89,17 @@ class KVSender(Side[SendTransfer, SendEvent, ReceivingNode]):
                 self._end(transfer, peer.refused, tell_peer=False)
             self.transfers.take_parked(transfer)
 
-    def offer(self, key: ReqKey, page_ids: Sequence[int]) -> None:
-        """Offer the next pages of the sequence, which are computed and held. No-op once ended."""
+    def offer(self, key: ReqKey, page_ids: Sequence[int], window_ids: Sequence[int] = ()) -> None:
+        """Offer the next pages of the sequence, which are computed and held. No-op once ended.
+
+        `window_ids` are the window page of each, held as well. Without them the layers with windows do not come.
+        """
         with self._lock:
             transfer = self._living(key)
             if transfer is None or not page_ids:
                 return
-            first_page = transfer.offer(list(page_ids), self._clock())
-            self._outbox.send(transfer.peer_id, Offer(key, first_page, len(page_ids)))
+            first_page = transfer.offer(list(page_ids), self._clock(), list(window_ids))
+            self._outbox.send(transfer.peer_id, Offer(key, first_page, len(page_ids), bool(window_ids)))
 
     def handoff(self, key: ReqKey, handoff: Handoff) -> None:
         """Send the record that lets the receiving node go on; every page is offered. No-op once ended."""

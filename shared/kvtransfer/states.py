@@ -17,12 +17,13 @@ of it, between begin and end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shared.errors import TransferError
 from shared.kvtransfer.layout import Chunk
-from shared.protocol.messages import ReqKey
+from shared.protocol.messages import ReqKey, first_window_page
 from shared.protocol.transfer_messages import Handoff, Ready
 
 
@@ -123,8 +124,12 @@ class SendTransfer:
     state: SendState = SendState.WAITING
     prefix_pages: int | None = None
     page_ids: list[int] = field(default_factory=list)
+    num_window_layers: int = 0
+    window_ids: list[int] = field(default_factory=list)
+    """The window page of each of `page_ids`; 0: it is sent without."""
     nbytes: int = 0
     _num_units: int = 0
+    _num_offered_units: int = 0
     _overdue: bool = False
     _sends_since: float = 0.0
     """When pages were last offered while all that had been offered before were read."""
@@ -143,8 +148,10 @@ class SendTransfer:
 
     @property
     def num_pages_sent(self) -> int:
-        """Pages that have been read in all layers."""
-        return self._num_units // self.num_layers
+        """Pages that have been read in all layers in which they are sent."""
+        if self._num_units == self._num_offered_units:
+            return len(self.page_ids)
+        return min(self._num_units // self.num_layers, len(self.page_ids) - 1)
 
     def ready(self, prefix_pages: int) -> bool:
         """The receiving node's reservation; False when it is a repetition or comes too late."""
@@ -161,14 +168,21 @@ class SendTransfer:
         self._overdue |= self.state is SendState.WAITING and now - self.opened_at >= READY_OVERDUE_S
         return self._overdue and not was_overdue
 
-    def offer(self, page_ids: list[int], now: float) -> int:
-        """Hold these pages, the next of the sequence; returns the sequence index of the first."""
+    def offer(self, page_ids: list[int], now: float, window_ids: Sequence[int] = ()) -> int:
+        """Hold these pages, the next of the sequence; returns the sequence index of the first.
+
+        Without `window_ids` they are sent in the layers without windows alone.
+        """
+        assert len(window_ids) in (0, len(page_ids)) and all(window_ids), "pages that lack window pages"
         assert self.state is SendState.OFFERING and self.prefix_pages is not None, f"offer while {self.state}"
         first = self.prefix_pages + len(self.page_ids)
         if self.num_pages_sent == len(self.page_ids):
             self._seconds += self._read_at - self._sends_since
             self._sends_since = now
         self.page_ids.extend(page_ids)
+        self.window_ids.extend(window_ids or [0] * len(page_ids))
+        num_layers = self.num_layers - (0 if window_ids else self.num_window_layers)
+        self._num_offered_units += len(page_ids) * num_layers
         return first
 
     def handoff(self, total_pages: int, lease_until: float) -> None:
@@ -193,8 +207,12 @@ class SendTransfer:
         first = chunk.first_page - self.prefix_pages
         if first < 0 or first + chunk.num_pages > len(self.page_ids):
             return None
+        of_windows = chunk.first_layer >= self.num_layers - self.num_window_layers
+        page_ids = (self.window_ids if of_windows else self.page_ids)[first : first + chunk.num_pages]
+        if not all(page_ids):
+            return None
         self._num_gathers += 1
-        return self.page_ids[first : first + chunk.num_pages]
+        return page_ids
 
     def end_gather(self, chunk: Chunk, nbytes: int, now: float) -> None:
         """The data thread no longer reads the pages that `begin_gather` named."""
@@ -228,7 +246,10 @@ class SendTransfer:
 
 @dataclass(slots=True)
 class ReceiveTransfer:
-    """One transfer on the receiving node; `page_ids` are reserved for sequence pages from `prefix_pages` on."""
+    """One transfer on the receiving node; `page_ids` are reserved for sequence pages from `prefix_pages` on.
+
+    `window_ids` are their window pages, 0 where none is reserved; `windows` is that of the KVLayout.
+    """
 
     key: ReqKey
     peer_id: str
@@ -239,9 +260,14 @@ class ReceiveTransfer:
     deadline: float
     num_known: int | None = None
     """Of a running request that moves: how many of its tokens were known here when its pages were reserved."""
+    windows: tuple[int, ...] = ()
+    window_ids: list[int] = field(default_factory=list)
     state: ReceiveState = ReceiveState.RESERVED
     nbytes: int = 0
     _num_offered: int = 0
+    _num_without_windows: int = 0
+    """How many of the offered pages, the first ones, come without window pages."""
+    _num_offered_units: int = 0
     _num_units: int = 0
     _handoff: Handoff | None = None
     _awaits_since: float = 0.0
@@ -259,7 +285,7 @@ class ReceiveTransfer:
     @property
     def has_all_offered(self) -> bool:
         """Whether every offered page has arrived: what comes next has to be computed first."""
-        return self._num_units == self._num_offered * self.num_layers
+        return self._num_units == self._num_offered_units
 
     @property
     def is_bulk(self) -> bool:
@@ -278,7 +304,11 @@ class ReceiveTransfer:
         self.state = ReceiveState.RECEIVING
         self.deadline = deadline
 
-    def offered(self, first_page: int, num_pages: int, now: float) -> bool:
+    @property
+    def _num_full_layers(self) -> int:
+        return self.num_layers - sum(window > 0 for window in self.windows)
+
+    def offered(self, first_page: int, num_pages: int, now: float, has_windows: bool = False) -> bool:
         """The sending node holds these pages; False for a repetition. TransferError: they cannot be placed."""
         expected = self.prefix_pages + self._num_offered
         if first_page + num_pages <= expected:
@@ -289,9 +319,18 @@ class ReceiveTransfer:
             raise TransferError(f"offer up to page {first_page + num_pages} exceeds the {self._reserved()}")
         if self._handoff is not None:
             raise TransferError("offer after the handoff")
+        at = self._num_offered
+        window_ids = self.window_ids[at : at + num_pages]
+        if has_windows and not (len(window_ids) == num_pages and all(window_ids)):
+            raise TransferError(f"offer of window pages from page {first_page} on, which have no place here")
+        if not has_windows and self.windows and self._num_without_windows < at:
+            raise TransferError(f"offer of page {first_page} without a window page, behind one that has one")
         if self.has_all_offered:
             self._awaits_since = now
         self._num_offered += num_pages
+        if not has_windows:
+            self._num_without_windows += num_pages
+        self._num_offered_units += num_pages * (self.num_layers if has_windows else self._num_full_layers)
         return True
 
     def handed_off(self, handoff: Handoff) -> None:
@@ -306,6 +345,12 @@ class ReceiveTransfer:
             raise TransferError(f"handoff of {handoff.total_pages} pages exceeds the {self._reserved()}")
         if handoff.total_pages != offered:
             raise TransferError(f"handoff of {handoff.total_pages} pages after offers of {offered}")
+        first_seen = first_window_page(handoff.kv_len, max(self.windows, default=0), self.page_size)
+        if self.windows and self._num_without_windows > max(first_seen - self.prefix_pages, 0):
+            raise TransferError(
+                f"handoff of {handoff.kv_len} tokens, of which page {first_seen} is the first in the window; "
+                f"window pages came from page {self.prefix_pages + self._num_without_windows} on"
+            )
         self._handoff = handoff
 
     def begin_scatter(self, chunk: Chunk) -> list[int] | None:
@@ -314,7 +359,8 @@ class ReceiveTransfer:
             return None
         self._num_scatters += 1
         first = chunk.first_page - self.prefix_pages
-        return self.page_ids[first : first + chunk.num_pages]
+        page_ids = self.window_ids if chunk.first_layer >= self._num_full_layers else self.page_ids
+        return page_ids[first : first + chunk.num_pages]
 
     def end_scatter(self, chunk: Chunk, nbytes: int, now: float) -> None:
         """The data thread no longer writes to the pages that `begin_scatter` named."""

@@ -88,6 +88,16 @@ class ModelConfig:
         """What of the context length has changed keys. Nodes with other names compute other keys."""
         return "".join(rope.context_name for rope in self.ropes)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer. None: a token sees its whole sequence."""
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def longest_window(self) -> int | None:
+        """Of all layers. None: no layer has one."""
+        return max((window for window in self.windows if window is not None), default=None)
+
     def made_for(self, context_length: int) -> ModelConfig:
         """The same, with the rotary frequencies of a context of so many tokens, and without windows as long as it."""
         return replace(

@@ -121,6 +121,15 @@ def kv_row_nbytes(head_dim: int, dtype: str) -> int:
     return head_dim * (4 if dtype == "float32" else 2)
 
 
+def first_window_page(num_tokens: int, window: int, page_size: int) -> int:
+    """The first page of a sequence whose window page is kept behind `num_tokens` tokens.
+
+    Neither the next token sees anything before it, nor one behind the last whole page, where a request may go on that
+    finds the sequence cached.
+    """
+    return max(num_tokens // page_size * page_size + 1 - window, 0) // page_size
+
+
 class KVLayout(Record, frozen=True):
     """What two nodes must agree on before KV pages may move between them.
 
@@ -133,6 +142,10 @@ class KVLayout(Record, frozen=True):
 
     `quantization` is the name of what the weights are quantized to, empty for none. `kv_cache_dtype` is the type of
     the pages, empty for `dtype`.
+
+    `windows` are the window of each layer, 0 where a token sees its whole sequence. It is empty where all layers are
+    one group: then every page holds all of them. Else layers with windows are a group of their own, whose pages exist
+    only near the end of a sequence, and a transfer numbers layers group by group, those without windows first.
     """
 
     fingerprint: str
@@ -144,6 +157,12 @@ class KVLayout(Record, frozen=True):
     numerics: str = ""
     quantization: str = ""
     kv_cache_dtype: str = ""
+    windows: tuple[int, ...] = ()
+
+    @property
+    def num_window_layers(self) -> int:
+        """Layers of the group with windows."""
+        return sum(window > 0 for window in self.windows)
 
     @property
     def nbytes_per_token(self) -> int:

@@ -79,11 +79,16 @@ class PeerHello(Struct, frozen=True):
 
 
 class Offer(Struct, frozen=True):
-    """Pages [first_page, first_page + num_pages) of the sequence are computed and held for the receiver."""
+    """Pages [first_page, first_page + num_pages) of the sequence are computed and held for the receiver.
+
+    They come in all layers, or only in those without windows (`KVLayout.windows`). Once window pages have come, those
+    of all later pages do.
+    """
 
     key: ReqKey
     first_page: int
     num_pages: int
+    has_windows: bool = False
 
 
 class PeerLeft(Struct, frozen=True):

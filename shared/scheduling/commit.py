@@ -50,6 +50,7 @@ def commit_result(
         req.kv.kv_committed_len = item.start + item.length
         if b < len(batch.extends):
             ledger.cache_unfinished_req(req.kv, req.ids)
+        ledger.slide(req.kv)
         outcome.computed.append(req)
         _keep_input_logprobs(item, sampled.input_logprobs.get(b))
         if token is None:

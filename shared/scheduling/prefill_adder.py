@@ -9,8 +9,8 @@ from enum import Enum, auto
 from itertools import groupby
 
 from shared.config import ScheduleOptions
-from shared.kvcache.ledger import KVLedger
-from shared.kvcache.radix_cache import PrefixLock, TreeNode
+from shared.kvcache.ledger import KVLedger, Room
+from shared.kvcache.radix_cache import Peek, PrefixLock, TreeNode
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import CachedPrefixes
 
@@ -60,6 +60,7 @@ class PrefillAdder:
         self._known_share = min(options.schedule_conservativeness, 1.0)
         self._running = list(running)
         self._reserved_tokens = sum(self._reserve(req) for req in running)
+        self._reserved_window_pages = sum(self._reserve_windows(req) for req in running)
         self._short_prompt_share = options.short_prompt_share
         self._num_lookups = 0
         self._rem_chunk_tokens = tokens_beside(num_decodes, options.chunk_tokens)
@@ -88,6 +89,10 @@ class PrefillAdder:
         return self._ledger.num_available_pages - self._num_kept_pages
 
     @property
+    def _available(self) -> Room:
+        return self._ledger.available - Room(self._num_kept_pages, self._num_kept_pages)
+
+    @property
     def _rem_tokens(self) -> int:
         return min(self._rem_chunk_tokens, self._rem_input_tokens)
 
@@ -106,7 +111,7 @@ class PrefillAdder:
         prefix = self._cached.peek_to_lock(req)
         lock = ledger.radix_cache.lock(prefix.node)
         try:
-            return self._fits(req, lock, prefix.num_pages, victims)
+            return self._fits(req, lock, prefix, victims)
         finally:
             lock.release()
 
@@ -114,6 +119,7 @@ class PrefillAdder:
         """Drop the reservation of a running request that is being retracted."""
         self._running.remove(victim)
         self._reserved_tokens -= self._reserve(victim)
+        self._reserved_window_pages -= self._reserve_windows(victim)
 
     def keep_room_for(self, req: Req, num_shared_tokens: int) -> bool:
         """Keep a row and pages for `req`, which waits for a prefix: a request that passes it must fit beside it.
@@ -154,6 +160,7 @@ class PrefillAdder:
 
     def _take(self, req: Req) -> AddReqResult:
         self._reserved_tokens += self._reserve(req)
+        self._reserved_window_pages += self._reserve_windows(req)
         todo, rem_tokens = len(req.ids) - req.kv_len, self._rem_tokens
         self.can_run.append(req)
         if todo <= rem_tokens:
@@ -186,23 +193,38 @@ class PrefillAdder:
             and len(req.ids) - self._cached.num_tokens(req) <= self._rem_tokens
         )
 
-    def _fits(self, req: Req, lock: PrefixLock, num_cached_pages: int, victims: Sequence[Req] = ()) -> bool:
-        """Whether there are pages for `req`, of which `num_cached_pages` are cached and held by `lock`.
+    def _fits(self, req: Req, lock: PrefixLock, prefix: Peek, victims: Sequence[Req] = ()) -> bool:
+        """Whether there are pages for `req`, of which those of `prefix` are cached and held by `lock`.
 
         `victims` count as if they were gone.
         """
-        ledger = self._ledger
+        ledger, num_cached_pages = self._ledger, prefix.num_pages
         todo = len(req.ids) - num_cached_pages * ledger.page_size
         if self._num_kept_rows and todo > self._rem_tokens:
             return False  # its further chunks would delay the requests for which room is kept
         released = [victim.kv for victim in victims if victim.kv is not None]
-        available = self._num_available_pages + ledger.num_pages_released_by(released)
+        room = self._available + ledger.released_by(released)
+        if not self._fits_windows(req, prefix, victims, room.window_pages):
+            return False
+        available = room.pages
         if req.params.ignore_eos:
             available -= ledger.pages_for(len(req.ids)) - num_cached_pages
             return available >= 0 and self._fits_to_the_end(req, lock, num_cached_pages, victims, available)
         missing = ledger.pages_for(len(req.ids) + self._reserve(req)) - num_cached_pages
         reserved = self._reserved_tokens - sum(self._reserve(victim) for victim in victims)
         return missing + ledger.pages_for(reserved) <= available
+
+    def _fits_windows(
+        self, req: Req, prefix: Peek, victims: Sequence[Req], num_free_window_pages: int
+    ) -> bool:
+        """Whether there are window pages for the prompt of `req` as a whole, and for all windows that still grow."""
+        ledger = self._ledger
+        if ledger.windows is None:
+            return True
+        reserved = self._reserved_window_pages - sum(map(self._reserve_windows, victims))
+        most = ledger.pages_for(len(req.ids) + self._reserve(req))
+        own = min(ledger.pages_for(len(req.ids)) + self._reserve_windows(req), most) - prefix.num_pages
+        return own + ledger.num_windows_to_protect(prefix) + reserved <= num_free_window_pages
 
     def _fits_to_the_end(
         self, req: Req, lock: PrefixLock, num_cached_pages: int, victims: Sequence[Req], num_free_pages: int
@@ -236,6 +258,10 @@ class PrefillAdder:
         """Tokens of KV that `req` is expected to need beyond those known; its last token needs none."""
         future = min(req.num_wanted - 1, MAX_RESERVED_OUTPUT)
         return int(max(future, 0) * self._new_token_ratio)
+
+    def _reserve_windows(self, req: Req) -> int:
+        """Window pages that `req` is expected to need beyond those of its known tokens."""
+        return self._ledger.window_growth(len(req.ids), self._reserve(req))
 
 
 def tokens_beside(num_decodes: int, budget: int) -> int:

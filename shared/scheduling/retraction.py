@@ -34,7 +34,7 @@ from itertools import takewhile
 from shared import log
 from shared.config import ScheduleOptions
 from shared.kvcache.allocator import PageCopy
-from shared.kvcache.ledger import KVLedger, ReqKV
+from shared.kvcache.ledger import KVLedger, ReqKV, Room
 from shared.protocol.messages import ReqKey
 from shared.scheduling.plan import KVCopy
 from shared.scheduling.req import Req
@@ -75,7 +75,7 @@ class Retraction:
         self._copies: list[KVCopy] = []
         self._unservable: list[ReqKey] = []
         self._num_forwards = 0
-        self._refused_at: tuple[Req, int, int] | None = None
+        self._refused_at: tuple[Req, Room, int] | None = None
         self._num_host = self._num_recompute = self._num_waits = 0
 
     # ------------------------------------------------------------------------------------------- turns
@@ -146,17 +146,22 @@ class Retraction:
 
     def _resume(self, req: Req, running: Sequence[Req]) -> bool:
         ledger = self._ledger
-        seen = (req, ledger.num_available_pages, len(running))
+        seen = (req, ledger.available, len(running))
         if ledger.rows.num_free == 0 or seen == self._refused_at:
             return False
         others = [*running, req] if running else []
-        headroom = sum(min(self._reserved_tokens, other.num_wanted) for other in others)
-        spare = self.num_missing_pages(running) + ledger.pages_for(headroom)
+        num_steps = self.num_missing_pages(running)
+        spare = ledger.growth(
+            (len(other.ids), min(self._reserved_tokens, other.num_wanted)) for other in others
+        )
         with ledger.tentative(ledger.match_prefix(req.ids, req.extra_key), req.extra_key) as tentative:
             kv = tentative.kv
             assert kv is not None, "a row was free a moment ago"
-            missing = ledger.pages_for(len(req.ids)) - kv.num_pages
-            if missing + spare > ledger.num_available_pages or not ledger.grow(kv, len(req.ids)):
+            ledger.slide(kv, len(req.ids) - 1)
+            num_pages = ledger.pages_for(len(req.ids))
+            missing = Room(num_pages - kv.num_pages, max(num_pages - max(kv.num_pages, kv.window_from), 0))
+            needed = missing + spare + Room(num_steps, num_steps)
+            if not ledger.available.holds(needed) or not ledger.grow(kv, len(req.ids)):
                 self._refused_at = seen
                 return False
             req.kv = tentative.keep()
@@ -173,7 +178,8 @@ class Retraction:
             self._free_host_pages(req)
             return
         pages = self._ledger.rows.read(kv.row, first, last)
-        copy = PageCopy(False, tuple(pages), tuple(req.host_pages[first:last]))
+        windows = self._ledger.window_pages_of(pages)
+        copy = PageCopy(False, tuple(pages), tuple(req.host_pages[first:last]), windows)
         self._launch_later(KVCopy(req, req.num_retractions, copy, kv.kv_allocated_len))
 
     def copied(self, copy: KVCopy, seconds: float) -> None:
@@ -227,8 +233,10 @@ class Retraction:
         The watermark is the room that is kept for running requests before an arrival gets pages. The next one is
         named when the last one has left, or has been moved nowhere for as long as a retracted request waits.
         """
-        watermark = self._ledger.pages_for(self._reserved_tokens * len(running))
-        if len(running) < 2 or self.held or self._ledger.num_available_pages >= watermark:
+        if len(running) < 2 or self.held:
+            return
+        watermark = self._ledger.growth((len(req.ids), self._reserved_tokens) for req in running)
+        if self._ledger.available.holds(watermark):
             return
         if any(self._num_forwards - named_at < self._wait_steps for named_at in self._named.values()):
             return
@@ -323,11 +331,11 @@ class Retraction:
         )
         req.host_pages = host_pages
         pages = self._ledger.rows.read(kv.row, 0, num_pages)
-        copy = PageCopy(True, tuple(pages), tuple(host_pages))
+        copy = PageCopy(True, tuple(pages), tuple(host_pages), self._ledger.window_pages_of(pages))
         self._launch_later(KVCopy(req, req.num_retractions, copy, kv.kv_committed_len))
 
     def _launch_later(self, copy: KVCopy) -> None:
-        self._ledger.allocator.forward_launched()  # pages given up from now on cool until the copy is done
+        self._ledger.forward_launched()  # pages given up from now on cool until the copy is done
         self._copies.append(copy)
 
     def _free_host_pages(self, req: Req) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import pytest
 
 from shared.config import NodeConfig
+from shared.protocol.messages import first_window_page
 from tests.cluster import Cluster
 from tests.golden.pairwise import pairwise
 from tests.golden.references import MODELS, NUM_NEW, NUM_PROMPTS, Zoo
@@ -90,7 +91,7 @@ def test_split_equals_reference(zoo: Zoo, case: Case) -> None:
             moved = -(-len(prompts[i]) // case.page_size) - d_hit // case.page_size
             assert on_prefill.cached_tokens == p_hit
             assert at_finish.kv_pages_transferred == moved
-            assert at_finish.kv_bytes_transferred == moved * page_nbytes(cluster)
+            assert at_finish.kv_bytes_transferred == sent_nbytes(cluster, len(prompts[i]), moved)
         check_retractions(cluster, case)
         cluster.assert_idle()
 
@@ -133,10 +134,14 @@ def leave_prefixes(client: Client, node: str, prompts: list[list[int]], length: 
     return length // page_size * page_size
 
 
-def page_nbytes(cluster: Cluster) -> int:
-    """K and V of one page of all layers, float32."""
+def sent_nbytes(cluster: Cluster, num_tokens: int, num_pages: int) -> int:
+    """K and V in float32 of the last `num_pages` pages of a prompt. Of a window, what it shows."""
     layout = cluster.nodes["d0"].engine.layout
-    return 2 * layout.num_layers * layout.num_kv_heads * layout.page_size * layout.head_dim * 4
+    first = first_window_page(num_tokens, max(layout.windows, default=0), layout.page_size)
+    num_seen = min(num_pages, -(-num_tokens // layout.page_size) - first)
+    num_windows = layout.num_window_layers
+    num_units = num_pages * (layout.num_layers - num_windows) + num_seen * num_windows
+    return num_units * 2 * layout.num_kv_heads * layout.page_size * layout.head_dim * 4
 
 
 def check_retractions(cluster: Cluster, case: Case) -> None:

@@ -7,6 +7,7 @@ that are retracted and prefilled again, and of those that another node goes on w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from shared.config import NodeConfig
+from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import WindowedKVPool
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import Cluster
@@ -121,6 +124,9 @@ class Streamed:
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
     kv: torch.Tensor
+    """Of the layers that see all of a sequence."""
+    window_kv: torch.Tensor
+    """Of the others, good for the last tokens."""
 
 
 def streamed(cluster: Cluster, ids: list[int], known: list[int]) -> Streamed:
@@ -132,8 +138,16 @@ def streamed(cluster: Cluster, ids: list[int], known: list[int]) -> Streamed:
     answer, engine = cluster.router.answers[key], cluster.nodes["d0"].engine
     assert not answer.failures
     pages = engine.ledger.match_prefix([*ids, *answer.token_ids], "").pages
-    kv_LSPNHD = engine.pool.buffer_LSNHPD[:, :, pages].transpose(3, 4)
-    return Streamed(answer.token_ids, answer.logprobs, kv_LSPNHD.flatten(2, 3).view(torch.int16).clone())
+    pool = engine.pool
+    full, window = (pool.full, pool.window) if isinstance(pool, WindowedKVPool) else (pool, pool)
+    kv = kv_of(full, pages)
+    window_kv = kv_of(window, engine.ledger.window_pages_of(pages)) if window is not full else kv
+    return Streamed(answer.token_ids, answer.logprobs, kv, window_kv)
+
+
+def kv_of(pool: TokenToKVPool, pages: Sequence[int]) -> torch.Tensor:
+    """The bits of K and V, [layer, K or V, token, head, dim]."""
+    return pool.buffer_LSNHPD[:, :, list(pages)].transpose(3, 4).flatten(2, 3).view(torch.int16).clone()
 
 
 def assert_goes_on(again: Streamed, whole: Streamed, num_known: int, prompt_len: int) -> None:
@@ -145,6 +159,8 @@ def assert_goes_on(again: Streamed, whole: Streamed, num_known: int, prompt_len:
     num_tokens = min(again.kv.shape[2], whole.kv.shape[2])
     assert num_tokens >= prompt_len + NUM_NEW - 16
     assert torch.equal(again.kv[:, :, :num_tokens], whole.kv[:, :, :num_tokens])
+    last = slice(num_tokens - 8, num_tokens)
+    assert torch.equal(again.window_kv[:, :, last], whole.window_kv[:, :, last])
 
 
 @pytest.mark.parametrize("model", FACTORS["model"])

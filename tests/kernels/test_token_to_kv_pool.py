@@ -9,6 +9,7 @@ from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import WindowedKVPool
 
 NUM_LAYERS = 4
 POOLS = [
@@ -121,3 +122,39 @@ def test_a_page_that_is_not_there_is_neither_read_nor_written(mover: PageMover, 
     with pytest.raises(IndexError, match="one is not of these 9"):
         pool.scatter([1, page], 0, 1, slot)
     assert torch.equal(raw_pages(pool), before)
+
+
+@pytest.mark.parametrize("has_window", [(True, False, True, True), (True, True)], ids=["some", "every"])
+def test_layers_with_windows_have_their_own_pages(mover: PageMover, has_window: tuple[bool, ...]) -> None:
+    """A transfer numbers layers group by group. No copy has layers of both, and none writes to the other group."""
+    num_windows = sum(has_window)
+    num_full = len(has_window) - num_windows
+    full, window = (
+        TokenToKVPool(
+            num_pages=num_pages,
+            page_size=4,
+            num_layers=num_layers,
+            num_kv_heads=2,
+            head_dim=8,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            mover=mover,
+        )
+        for num_pages, num_layers in ((9, num_full), (5, num_windows))
+    )
+    pool = WindowedKVPool(full, window, has_window)
+    for layer in range(pool.num_layers):
+        for pages in pool.layer_kv(layer):
+            pages.fill_(layer)
+    slot = torch.empty(pool.gather_nbytes(2, num_windows), dtype=torch.uint8)
+    digest = pool.gather([4, 1], num_full, num_windows, slot, seed=7)
+    layers = [layer for layer, windowed in enumerate(has_window) if windowed]
+    assert slot.view(torch.float32).view(num_windows, -1).unique(dim=1).flatten().tolist() == layers
+    assert pool.scatter([2, 3], num_full, num_windows, slot, seed=7) == digest
+    for layer in range(pool.num_layers):
+        assert all((pages == layer).all() for pages in pool.layer_kv(layer))
+    with pytest.raises(IndexError):
+        pool.gather([5, 1], num_full, num_windows, slot)
+    if num_full:
+        with pytest.raises(AssertionError, match="of both groups"):
+            pool.gather([1], 0, pool.num_layers, torch.empty(pool.gather_nbytes(1, 4), dtype=torch.uint8))

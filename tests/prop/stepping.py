@@ -52,6 +52,8 @@ class Stepping:
         overlap: bool = True,
         disable_radix_cache: bool = False,
         may_fail: bool = False,
+        window: int | None = None,
+        window_tokens: int = 0,
         **schedule: object,
     ) -> None:
         options = ScheduleOptions(**{"retract_policy": "recompute", **schedule})  # type: ignore[arg-type]
@@ -62,7 +64,7 @@ class Stepping:
             disable_radix_cache=disable_radix_cache,
         )
         config = NodeConfig(cache=cache, schedule=options, model=ModelOptions(context_length=1024))
-        self.engine = token_engine(config)
+        self.engine = token_engine(config, window, window_tokens)
         self.ledger = self.engine.ledger
         self.batcher = Batcher(self.ledger, options)
         self.retraction = self.batcher.retraction

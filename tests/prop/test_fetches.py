@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -42,11 +43,14 @@ TURN = prompt(1, 160)
 
 
 @contextmanager
-def fleet(num_prefill: int = 2, tokens: int = 4096, *, caches: bool = True) -> Iterator[Cluster]:
+def fleet(
+    num_prefill: int = 2, tokens: int = 4096, *, caches: bool = True, window: int | None = None
+) -> Iterator[Cluster]:
     """p0 borrows. Every lender has a link to it. Without `caches`, prefill nodes keep no prefix."""
+    make_engine = partial(token_engine, window=window)
     every = config(tokens=tokens)
     prefill = replace(every, cache=replace(every.cache, disable_radix_cache=not caches))
-    with Cluster(num_prefill, 2, token_engine, prefill, decode_config=every) as cluster:
+    with Cluster(num_prefill, 2, make_engine, prefill, decode_config=every) as cluster:
         for name in (*(f"p{i}" for i in range(1, num_prefill)), "d0", "d1"):
             cluster.router.outbox.send(name, Lend(ReqKey("router", "link"), ref(receiver_of("p0")), None))
         cluster.run(lambda: len(cluster.nodes["p0"].receiver.link_reports) == num_prefill + 1)
@@ -598,13 +602,16 @@ def test_a_lender_that_cannot_reach_a_borrower_still_gets_its_handoffs() -> None
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=4, max_size=12),
     tokens=st.integers(60, 300).map(lambda pages: PAGE * pages),
+    window=st.sampled_from([None, 6, 30]),
     seed=st.integers(0, 1 << 16),
 )
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
-def test_tokens_are_right_whoever_lends(lengths: list[int], tokens: int, seed: int) -> None:
+def test_tokens_are_right_whoever_lends(
+    lengths: list[int], tokens: int, window: int | None, seed: int
+) -> None:
     """Conversations over three prefill nodes that all lend to each other, in small pools, some of them called off."""
     rng = random.Random(seed)
-    with fleet(num_prefill=3, tokens=tokens) as cluster:
+    with fleet(num_prefill=3, tokens=tokens, window=window) as cluster:
         asked: list[tuple[ReqKey, list[int]]] = []
         for i, length in enumerate(lengths):
             beginning = rng.choice(asked)[1] if asked and rng.random() < 0.7 else []

@@ -10,6 +10,7 @@ from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.kvcache.audit import audit, audit_idle
 from shared.kvcache.ledger import KVLedger, ReqKV
+from shared.kvcache.windows import WindowPages
 
 NUM_PAGES = 24
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
@@ -39,6 +40,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def pages_of(self, kv: ReqKV) -> list[int]:
         return self.ledger.rows.read(kv.row, 0, kv.num_pages)
 
+    def named_by(self, kv: ReqKV, first: int = 0) -> set[int]:
+        """What a forward that is launched now may name of a request."""
+        return set(self.pages_of(kv)[first:])
+
     @rule(target=held, ids=TOKENS, extra_key=st.sampled_from(["", "a"]), arrival=st.booleans())
     def admit(self, ids: list[int], extra_key: str, arrival: bool) -> Held | None:  # type: ignore[return]
         ledger = self.ledger
@@ -54,17 +59,18 @@ class LedgerMachine(RuleBasedStateMachine):
             if grown:
                 tentative.keep()
                 if arrival:
-                    fresh = set(ledger.rows.read(kv.row, owned, kv.num_pages))
+                    fresh = self.named_by(kv, owned)
                     for named in self.in_flight:
                         assert not fresh & named, "a transfer was given a page that a running forward names"
         if not grown:
             after = ledger.count()
             assert (after.held, after.protected) == (before.held, before.protected)
-            assert arrival or ledger.pages_for(len(ids)) > before.free
+            assert arrival or ledger.windows or ledger.pages_for(len(ids)) > before.free
             return Held(ids, None, extra_key)  # type: ignore[arg-type]
         for i, page in enumerate(match.pages):
             assert self.content[page] == (extra_key, *ids[: (i + 1) * ledger.page_size])
         kv.kv_allocated_len = len(ids)
+        self.check_hit(match.pages)
         return Held(ids, kv, extra_key)
 
     @rule(req=held, upto=st.integers(0, 20))
@@ -111,14 +117,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def launch(self) -> None:
         if len(self.in_flight) < 2:
-            self.in_flight.append({page for kv in self.ledger.live.values() for page in self.pages_of(kv)})
-            self.ledger.allocator.forward_launched()
+            self.in_flight.append({page for kv in self.ledger.live.values() for page in self.named_by(kv)})
+            self.ledger.forward_launched()
 
     @rule()
     def retire(self) -> None:
         if self.in_flight:
             self.in_flight.pop(0)
-            self.ledger.allocator.forward_retired()
+            self.ledger.forward_retired()
 
     @rule()
     def flush(self) -> None:
@@ -130,6 +136,9 @@ class LedgerMachine(RuleBasedStateMachine):
         full = req.kv.kv_committed_len // self.ledger.page_size
         for i, page in enumerate(self.pages_of(req.kv)[:full]):
             self.content[page] = (req.extra_key, *req.ids[: (i + 1) * self.ledger.page_size])
+
+    def check_hit(self, pages: list[int]) -> None:
+        """What must hold of a prefix that was found."""
 
     @invariant()
     def every_page_has_one_owner(self) -> None:
@@ -161,9 +170,55 @@ class WithoutRadixCache(LedgerMachine):
         return super().make(page_size, keep)
 
 
+class WithWindows(LedgerMachine):
+    """Layers with a window of 5 tokens, in fewer window pages than there are pages."""
+
+    window, num_window_pages = 5, 12
+
+    def make(self, page_size: int = 2, keep: bool = True) -> KVLedger:
+        self.window_content: dict[int, tuple[int, ...]] = {}
+        self.windows = WindowPages(NUM_PAGES + 1, self.num_window_pages + 1, self.window, page_size)
+        options = CacheOptions(page_size=page_size, disable_radix_cache=not keep)
+        return make_ledger(NUM_PAGES + 1, options, num_rows=5, context_length=64, windows=self.windows)
+
+    def named_by(self, kv: ReqKV, first: int = 0) -> set[int]:
+        """Window pages are negative."""
+        pages = super().named_by(kv, first)
+        return pages | {-int(self.windows.of_page[page]) for page in pages if self.windows.of_page[page]}
+
+    def note(self, req: Held) -> None:
+        """What is computed has been written to window pages too."""
+        super().note(req)
+        kv, size = req.kv, self.ledger.page_size
+        pages = self.pages_of(kv)
+        for i in range(kv.window_from, min(len(pages), kv.kv_committed_len // size)):
+            content = (req.extra_key, *req.ids[: (i + 1) * size])
+            before = self.window_content.setdefault(int(self.windows.of_page[pages[i]]), content)
+            assert before == content, "a token would see another request's window page"
+
+    def check_hit(self, pages: list[int]) -> None:
+        first = self.windows.first_page(len(pages) * self.ledger.page_size)
+        for page in pages[first:]:
+            assert self.window_content[int(self.windows.of_page[page])] == self.content[page]
+
+    @rule(req=LedgerMachine.held)
+    def slide(self, req: Held) -> None:
+        if req.kv is not None and self.ledger.live.get(req.kv.row) is req.kv:
+            self.ledger.slide(req.kv)
+
+    @invariant()
+    def content_is_that_of_owned_pages(self) -> None:
+        named = set(self.windows.of_page.tolist())
+        self.window_content = {page: ids for page, ids in self.window_content.items() if page in named}
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert self.windows.allocator.num_free_for_arrivals == self.num_window_pages
+
+
 TestLedger = LedgerMachine.TestCase
 TestLedgerPageSizeOne = PageSizeOne.TestCase
 TestLedgerWithoutRadixCache = WithoutRadixCache.TestCase
-TestLedger.settings = TestLedgerPageSizeOne.settings = TestLedgerWithoutRadixCache.settings = settings(
-    max_examples=80, stateful_step_count=40
-)
+TestLedgerWithWindows = WithWindows.TestCase
+TestLedger.settings = TestLedgerPageSizeOne.settings = settings(max_examples=80, stateful_step_count=40)
+TestLedgerWithoutRadixCache.settings = TestLedgerWithWindows.settings = TestLedger.settings

@@ -47,6 +47,8 @@ def test_every_output_is_right_and_every_page_comes_home(seed: int) -> None:
         max_running_requests=rng.choice([2, 5, 12]),
         disable_radix_cache=rng.random() < 0.2,
         overlap=rng.random() < 0.6,
+        window=rng.choice([None, 1, 6, 8, 9, 30]),
+        window_tokens=rng.choice([64, 80, 160]),
     )
     driver.retraction.costs.prefill.observe(rng.choice([1, 1e9]), 10)  # for `auto`: either may be cheaper
     shared = [rng.randrange(997) for _ in range(20)]

@@ -15,6 +15,7 @@ from shared.engine.device_share import BoundModel
 from shared.engine.engine_shape import EngineShape
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.errors import ConfigError
+from shared.kvcache.pools import TokenToKVPool
 from shared.protocol.logprobs import LogprobParams
 
 PARAMS = replace(GREEDY, logprobs=LogprobParams())
@@ -29,8 +30,9 @@ def self_test(bound: BoundModel, shape: EngineShape, batches: StartBatches) -> N
 
     Raises ConfigError when K, V or tokens differ by more than the backend promises. Clears the pages.
     """
-    page_size = shape.cache.page_size
-    pages_each = min(-(-NUM_TOKENS // page_size), (bound.pool.num_pages - 1) // 2)
+    page_size, pool = shape.cache.page_size, bound.pool
+    assert isinstance(pool, TokenToKVPool), "on a GPU all layers share one pool"
+    pages_each = min(-(-NUM_TOKENS // page_size), (pool.num_pages - 1) // 2)
     num_tokens = min(NUM_TOKENS, pages_each * page_size, shape.context_length)
     num_decodes = min(NUM_DECODES, num_tokens - 1) if shape.decodes else 0
     first, second = np.arange(1, 1 + 2 * pages_each).reshape(2, -1).tolist()
@@ -48,11 +50,11 @@ def self_test(bound: BoundModel, shape: EngineShape, batches: StartBatches) -> N
         batches.set_pages(0, second)
         all_ids = ids + [token for token, _ in sampled[:-1]]
         again = _sample(bound, batches.forward([Extend(0, 0, all_ids)], params=PARAMS))
-        kv = _kv_of(bound, first, num_tokens), _kv_of(bound, second, num_tokens)
+        kv = _kv_of(pool, first, num_tokens), _kv_of(pool, second, num_tokens)
         problem = problem_with(bound.backend.is_exact, *kv, sampled[-1], again)
     finally:
-        bound.pool.buffer_LSNHPD[:, :, 1 : 1 + 2 * pages_each] = 0
-        synchronize(bound.pool.device)
+        pool.buffer_LSNHPD[:, :, 1 : 1 + 2 * pages_each] = 0
+        synchronize(pool.device)
     if problem is not None:
         raise ConfigError(
             f"the self test on {shape.device} failed: {problem}; the weights, the device, its driver or the kernels "
@@ -66,9 +68,9 @@ def _sample(bound: BoundModel, batch: ModelWorkerBatch) -> tuple[int, float]:
     return sampled.token_ids[0], sampled.logprobs[0].unpack()[0].logprob
 
 
-def _kv_of(bound: BoundModel, pages: Sequence[int], num_tokens: int) -> torch.Tensor:
+def _kv_of(pool: TokenToKVPool, pages: Sequence[int], num_tokens: int) -> torch.Tensor:
     """K and V of a sequence as [layers, 2, heads, tokens, head_dim]."""
-    kv_LSPHTD = bound.pool.buffer_LSNHPD[:, :, pages]
+    kv_LSPHTD = pool.buffer_LSNHPD[:, :, pages]
     return kv_LSPHTD.transpose(2, 3).flatten(3, 4)[:, :, :, :num_tokens]
 
 

@@ -17,7 +17,7 @@ from shared.kernels.row_codes import LARGEST
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.attention_constants import processors
 from shared.kernels.triton.linear import ExactLinear
-from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool
 from shared.model.config import ModelConfig
 
 SUMS = 2
@@ -26,7 +26,7 @@ SUMS = 2
 
 def triton_kernels(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, exact: bool
-) -> Callable[[TokenToKVPool], Kernels]:
+) -> Callable[[AnyKVPool], Kernels]:
     """What makes those for a pool on a GPU. Raises ConfigError where the GPU's products cannot be exact.
 
     Their numerics name SUMS, Triton's version, the GPU, and `exact`, or `inexact` with torch's version for cuBLAS.
@@ -52,7 +52,7 @@ def require_exact(
 
 
 def make_triton_kernels(
-    config: ModelConfig, dtype: torch.dtype, pool: TokenToKVPool, product: Product, numerics: str
+    config: ModelConfig, dtype: torch.dtype, pool: AnyKVPool, product: Product, numerics: str
 ) -> Kernels:
     """Those for a pool on any device that Triton computes for, an interpreted CPU included."""
     is_exact = isinstance(product, ExactLinear)

@@ -114,15 +114,25 @@ class DecoderDesc(ctypes.Structure):
 
 
 class KVPool(ctypes.Structure):
-    """The pages of a TokenToKVPool. `has_codes` is 1 where they hold codes of 8 bits."""
+    """The pages of a TokenToKVPool, or of both of a WindowedKVPool. `has_codes` is 1 where they hold codes of 8 bits.
 
-    _fields_ = (("pages", _Pointer), ("num_pages", _Int), ("page_size", _Int), ("has_codes", _Int))
+    `window_pages` is null where layers with windows have no pool of their own.
+    """
+
+    _fields_ = (
+        ("pages", _Pointer),
+        ("num_pages", _Int),
+        ("window_pages", _Pointer),
+        ("num_window_pages", _Int),
+        ("page_size", _Int),
+        ("has_codes", _Int),
+    )
 
 
 class BatchDesc(ctypes.Structure):
     """One forward. `src/decoder.h` describes the fields.
 
-    All arrays are int64, except the page table (int32), `logits` and `hidden` (float32).
+    All arrays are int64, except both page tables (int32), `logits` and `hidden` (float32).
     """
 
     _fields_ = (
@@ -132,6 +142,7 @@ class BatchDesc(ctypes.Structure):
         ("starts", _Pointer),
         ("lengths", _Pointer),
         ("page_table", _Pointer),
+        ("window_table", _Pointer),
         ("table_stride", _Int),
         ("input_ids", _Pointer),
         ("last_tokens", _Pointer),

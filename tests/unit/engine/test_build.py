@@ -12,7 +12,7 @@ import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
-from shared.engine.build import build_engine, make_ledger, new_page_mover
+from shared.engine.build import build_engine, make_ledger, new_page_mover, new_windows
 from shared.engine.device_share import CPU_KV_CAP_BYTES, HostShare
 from shared.engine.engine_shape import EngineShape
 from shared.engine.forward_stream import CpuForwardStream
@@ -308,3 +308,60 @@ def test_a_chunk_follows_the_device_unless_the_flag_gives_it() -> None:
     assert [options.chunk_tokens, resolve_schedule(options, CPU).chunk_tokens] == [512, 512]
     assert resolve_schedule(options, gpu).chunked_prefill_size == 2048
     assert resolve_schedule(ScheduleOptions(chunked_prefill_size=64), gpu).chunk_tokens == 64
+
+
+class TestWindows:
+    @pytest.mark.parametrize("context_length", [8704, 32768])
+    def test_a_pool_holds_three_times_as_many_streams(self, context_length: int) -> None:
+        """Of Gemma-3-1b's shape (hf.co/google/gemma-3-1b-it), 8k tokens each, received as a decode node does."""
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "hidden_size": 1152}
+        whole = token_model_config(**sizes, num_hidden_layers=26, max_position_embeddings=32768)
+        layers = [
+            layer if i % 6 == 5 else replace(layer, attention=replace(layer.attention, window=512))
+            for i, layer in enumerate(whole.layers)
+        ]
+        num_streams = []
+        for model in (whole, replace(whole, layers=tuple(layers))):
+            shape = EngineShape(
+                name="gemma",
+                model=model,
+                dtype=torch.bfloat16,
+                device=CPU,
+                cache=CacheOptions(page_size=16),
+                schedule=ScheduleOptions(max_running_requests=64),
+                context_length=context_length,
+                decodes=True,
+            )
+            num_pages = shape.useful_pages(2 << 30)
+            assert shape.kv_nbytes(num_pages) <= 2 << 30 < shape.kv_nbytes(num_pages + 1)
+            num_streams.append(received(shape, num_pages, 8192))
+        assert num_streams == [9, 34 if context_length == 8704 else 30]
+
+    def test_no_more_window_pages_than_pages(self) -> None:
+        model = token_model_config(max_position_embeddings=4096)
+        layer = replace(model.layers[0], attention=replace(model.layers[0].attention, window=64))
+        shape = EngineShape(
+            name="m",
+            model=replace(model, layers=(layer,)),
+            dtype=torch.float32,
+            device=CPU,
+            cache=CacheOptions(page_size=16),
+            schedule=ScheduleOptions(max_running_requests=4),
+            context_length=4096,
+            decodes=True,
+        )
+        assert shape.num_window_pages(100) == 100
+        assert shape.num_window_pages(10_000) == 256 + 4 * (4 + 2)
+        assert shape.useful_pages(1 << 30) == 4 * 256, "where all layers have windows, pages are names"
+
+
+def received(shape: EngineShape, num_pages: int, num_tokens: int) -> int:
+    """How many sequences of so many tokens find room for their KV."""
+    windows = new_windows(shape, num_pages)
+    ledger = make_ledger(num_pages + 1, shape.cache, 64, shape.context_length, windows=windows)
+    while (kv := ledger.admit(ledger.match_prefix([0], ""), "")) is not None:
+        ledger.slide(kv, num_tokens)
+        if not ledger.grow_for_arrival(kv, num_tokens):
+            break
+        ledger.arrived(kv, num_tokens)
+    return len(ledger.live) - 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from shared.errors import TransferError
 from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.states import Received, ReceiveTransfer, SendEnded, SendTransfer
 from shared.protocol.messages import ReqKey
@@ -76,3 +79,58 @@ def test_a_move_is_in_no_hurry_until_its_request_has_stopped() -> None:
     assert transfer.is_bulk
     transfer.handed_off(Handoff(key, 1, (5,), kv_len=4, digest=0, cached_tokens=0, stamps=()))
     assert not transfer.is_bulk
+
+
+def windowed_transfer() -> ReceiveTransfer:
+    """Of two layers, the second with a window of 9 tokens. Window pages are reserved from the third page on."""
+    pages, windows = [11, 12, 13, 14, 15], [0, 0, 3, 4, 5]
+    transfer = ReceiveTransfer(
+        ReqKey("router", "1"), "p0", pages, 1, 2, 4, 0.0, windows=(0, 9), window_ids=windows
+    )
+    transfer.start(0.0)
+    return transfer
+
+
+def test_window_pages_come_from_one_page_on() -> None:
+    """Each group of layers has its own pages, and what came without window pages is whole without them."""
+    transfer = windowed_transfer()
+    assert transfer.offered(1, 2, 0.0) and transfer.offered(3, 3, 0.0, has_windows=True)
+    for chunk, pages in ((Chunk(1, 5, 0, 1), [11, 12, 13, 14, 15]), (Chunk(3, 3, 1, 1), [3, 4, 5])):
+        assert not transfer.has_all_offered
+        assert transfer.begin_scatter(chunk) == pages
+        transfer.end_scatter(chunk, 100, 1.0)
+    transfer.handed_off(Handoff(transfer.key, 6, (5,), kv_len=23, digest=0, cached_tokens=0, stamps=()))
+    assert transfer.complete(), "token 23 sees tokens from 15 on, in page 3"
+
+
+def test_a_transfer_without_the_window_before_its_end_fails() -> None:
+    transfer = windowed_transfer()
+    transfer.offered(1, 4, 0.0)
+    transfer.offered(5, 1, 0.0, has_windows=True)
+    handoff = Handoff(transfer.key, 6, (5,), kv_len=24, digest=0, cached_tokens=0, stamps=())
+    with pytest.raises(
+        TransferError, match="page 4 is the first in the window; window pages came from page 5"
+    ):
+        transfer.handed_off(handoff)
+
+
+def test_window_pages_that_have_no_place_or_end_are_refused() -> None:
+    transfer = windowed_transfer()
+    transfer.offered(1, 1, 0.0)
+    with pytest.raises(TransferError, match="window pages from page 2 on, which have no place here"):
+        transfer.offered(2, 4, 0.0, has_windows=True)
+    transfer.offered(2, 1, 0.0)
+    transfer.offered(3, 1, 0.0, has_windows=True)
+    with pytest.raises(TransferError, match="page 4 without a window page, behind one that has one"):
+        transfer.offered(4, 1, 0.0)
+
+
+def test_a_grant_of_window_pages_that_were_not_offered_is_void() -> None:
+    transfer = SendTransfer(ReqKey("router", "1"), "d0", 2, 0.0, None, num_window_layers=1)
+    transfer.ready(0)
+    transfer.offer([11, 12], 0.0)
+    transfer.offer([13], 0.0, [3])
+    assert transfer.begin_gather(Chunk(2, 1, 1, 1)) == [3] and transfer.begin_gather(Chunk(2, 1, 0, 1)) == [
+        13
+    ]
+    assert transfer.begin_gather(Chunk(1, 2, 1, 1)) is None

@@ -8,6 +8,7 @@ import pytest
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.kvcache.ledger import KVLedger
+from shared.kvcache.windows import WindowPages
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
@@ -19,8 +20,14 @@ MakeReq = Callable[..., Req]
 
 @pytest.fixture
 def make_kv_ledger() -> MakeLedger:
-    def make(num_pages: int = 32, *, page_size: int = 4, num_rows: int = 8) -> KVLedger:
-        return make_ledger(num_pages + 1, CacheOptions(page_size=page_size), num_rows, 1024)
+    def make(
+        num_pages: int = 32, *, page_size: int = 4, num_rows: int = 8, window: int | None = None
+    ) -> KVLedger:
+        """With a `window`, there are two window pages for every three pages."""
+        windows = window and WindowPages(num_pages + 1, num_pages * 2 // 3 + 1, window, page_size)
+        return make_ledger(
+            num_pages + 1, CacheOptions(page_size=page_size), num_rows, 1024, windows=windows or None
+        )
 
     return make
 

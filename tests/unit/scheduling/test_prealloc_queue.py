@@ -38,6 +38,7 @@ class NotedTransfers:
         page_ids: Sequence[int],
         prefix_pages: int,
         num_known: int | None = None,
+        window_ids: Sequence[int] = (),
     ) -> None:
         self.opened.append(key)
         self.num_pages[key] = prefix_pages + len(page_ids)
@@ -199,16 +200,17 @@ def test_a_request_that_waits_does_not_use_the_prefix_it_waits_with(
     assert ledger.radix_cache.peek(other.ids, 8).num_pages == 2
 
 
-def test_what_would_fit_is_what_fits(make_kv_ledger: MakeLedger) -> None:
+@pytest.mark.parametrize("window", [None, 9, 30])
+def test_what_would_fit_is_what_fits(make_kv_ledger: MakeLedger, window: int | None) -> None:
     """Also without some running requests, over prefixes that these hold, that others hold, and that none holds."""
-    fits = [both_fit(random.Random(seed), make_kv_ledger) for seed in range(400)]
+    fits = [both_fit(random.Random(seed), make_kv_ledger, window) for seed in range(400)]
     assert all(predicted == actual for predicted, actual in fits)
     assert 50 < sum(actual for _, actual in fits) < 350
 
 
-def both_fit(rng: random.Random, make_kv_ledger: MakeLedger) -> tuple[bool, bool]:
+def both_fit(rng: random.Random, make_kv_ledger: MakeLedger, window: int | None) -> tuple[bool, bool]:
     """Whether a request would fit if some victims were gone, and whether it does when they are."""
-    ledger = make_kv_ledger(rng.randint(16, 40), num_rows=rng.randint(3, 8))
+    ledger = make_kv_ledger(rng.randint(16, 40), num_rows=rng.randint(3, 8), window=window)
     queue, batcher = make_queue(ledger, num_reserved_decode_tokens=rng.choice([0, 3]))
     stems = [[rng.randrange(3) for _ in range(24)] for _ in range(2)]
 
@@ -226,6 +228,7 @@ def both_fit(rng: random.Random, make_kv_ledger: MakeLedger) -> tuple[bool, bool
             break
         kv.kv_committed_len = len(ids)
         ledger.cache_unfinished_req(kv, ids)
+        ledger.slide(kv)
         running.append((kv, ids))
     for kv, ids in running[3:]:
         ledger.cache_finished_req(kv, ids)

@@ -25,6 +25,7 @@ class Decoder {
   int64_t qkv_size() const { return (model_.num_heads + 2 * model_.num_kv_heads) * model_.head_dim; }
   KVPages pages_of(int64_t layer) const;
   bool read_inputs(const BatchDesc&);
+  bool in_window_pool(const LayerDesc& layer) const { return pool_.window_pages != nullptr && layer.window > 0; }
   void place_tokens(const BatchDesc&);
   void list_wanted(const BatchDesc&);
   void keep_wanted(float*& residual, bf16*& attended);
@@ -42,7 +43,7 @@ class Decoder {
   const std::vector<LayerDesc> layers_;
   const KVPool pool_;
 
-  std::vector<int64_t> ids_, positions_, pages_, offsets_, wanted_;
+  std::vector<int64_t> ids_, positions_, pages_, window_pages_, offsets_, wanted_;
   Scratch<float> residual_, wanted_residual_, branch_, rotary_;
   Scratch<bf16> normed_, wide_, q_, attended_, ordered_;
   CodesScratch codes_;
@@ -52,8 +53,12 @@ class Decoder {
 
 KVPages Decoder::pages_of(int64_t layer) const {
   KVPages kv{nullptr, nullptr, pool_.page_size, model_.num_kv_heads, model_.head_dim, pool_.has_codes != 0};
-  const int64_t nbytes = pool_.num_pages * kv.page_nbytes();
-  kv.k = pool_.pages + 2 * layer * nbytes;
+  const bool in_window_pool = this->in_window_pool(layers_[layer]);
+  const int64_t nbytes = (in_window_pool ? pool_.num_window_pages : pool_.num_pages) * kv.page_nbytes();
+  const int64_t number = std::count_if(layers_.begin(), layers_.begin() + layer, [&](const LayerDesc& before) {
+    return this->in_window_pool(before) == in_window_pool;
+  });
+  kv.k = (in_window_pool ? pool_.window_pages : pool_.pages) + 2 * number * nbytes;
   kv.v = kv.k + nbytes;
   return kv;
 }
@@ -70,16 +75,18 @@ bool Decoder::read_inputs(const BatchDesc& batch) {
   return std::all_of(ids_.begin(), ids_.end(), [&](int64_t id) { return 0 <= id && id < model_.vocab_size; });
 }
 
-// Computes the position of each token in its sequence, and the place of its K and V in the pool.
+// Computes the position of each token in its sequence, and the place of its K and V in both pools.
 void Decoder::place_tokens(const BatchDesc& batch) {
   positions_.clear();
   pages_.clear();
+  window_pages_.clear();
   offsets_.clear();
   for (int64_t b = 0; b < batch.num_sequences; b++) {
-    const int32_t* pages = batch.page_table + b * batch.table_stride;
+    const int64_t row = b * batch.table_stride;
     for (int64_t i = batch.starts[b]; i < batch.starts[b] + batch.lengths[b]; i++) {
       positions_.push_back(i);
-      pages_.push_back(pages[i / pool_.page_size]);
+      pages_.push_back(batch.page_table[row + i / pool_.page_size]);
+      if (pool_.window_pages != nullptr) window_pages_.push_back(batch.window_table[row + i / pool_.page_size]);
       offsets_.push_back(i % pool_.page_size);
     }
   }
@@ -118,7 +125,8 @@ Status Decoder::forward(const BatchDesc& batch) {
     bf16* qkv = wide_.of(num_tokens * qkv_size());
     linear(team_, normed(residual, num_tokens, layer.attention_norm, layer.qkv), num_tokens, layer.qkv, qkv);
     norm_rope_write(team_, qkv, num_tokens, model_.num_heads, {layer.qk_norm, model_.rms_norm_eps, layer.whole_qk != 0},
-                    rotaries + layer.rope * rotary_size, pages, pages_.data(), offsets_.data(), q);
+                    rotaries + layer.rope * rotary_size, pages,
+                    in_window_pool(layer) ? window_pages_.data() : pages_.data(), offsets_.data(), q);
     int64_t num_rows = num_tokens;
     if (is_last && (num_rows = num_wanted) == 0) {
       __atomic_fetch_add(batch.progress, 1, __ATOMIC_RELAXED);
@@ -152,8 +160,9 @@ void Decoder::keep_wanted(float*& residual, bf16*& attended) {
 void Decoder::attend(const BatchDesc& batch, const LayerDesc& layer, const KVPages& pages, const bf16* q, bf16* out) {
   const QueryHeads heads{model_.num_heads, layer.window, layer.sinks};
   const int64_t num_extends = batch.num_sequences - batch.num_decodes;
-  const Sequences extends{num_extends, batch.page_table, batch.table_stride, batch.starts, batch.lengths};
-  const Sequences decodes{batch.num_decodes, batch.page_table + num_extends * batch.table_stride, batch.table_stride,
+  const int32_t* const table = in_window_pool(layer) ? batch.window_table : batch.page_table;
+  const Sequences extends{num_extends, table, batch.table_stride, batch.starts, batch.lengths};
+  const Sequences decodes{batch.num_decodes, table + num_extends * batch.table_stride, batch.table_stride,
                           batch.starts + num_extends, batch.lengths + num_extends};
   const int64_t first_decode = (int64_t(ids_.size()) - batch.num_decodes) * q_size();
   if (extends.num > 0) extend_attention(team_, q, pages, extends, heads, out);

@@ -38,10 +38,13 @@ struct DecoderDesc {
   const LayerDesc* layers;
 };
 
-// The KV pool: pages of K of layer 0, of V of layer 0, of K of layer 1, ...
+// The KV pool: pages of K of layer 0, of V of layer 0, of K of layer 1, ... Layers with windows are in a pool of their
+// own, unless `window_pages` is null. Layers are numbered by pool.
 struct KVPool {
   char* pages;
-  int64_t num_pages, page_size, has_codes;
+  int64_t num_pages;
+  char* window_pages;
+  int64_t num_window_pages, page_size, has_codes;
 };
 
 // B sequences with T new tokens: extends first, then `num_decodes` decodes of one token each.
@@ -50,7 +53,8 @@ struct BatchDesc {
   const int64_t* rows;        // [B], rows of the FutureMap
   const int64_t* starts;      // [B]
   const int64_t* lengths;     // [B]
-  const int32_t* page_table;  // [B][table_stride]
+  const int32_t* page_table;    // [B][table_stride]
+  const int32_t* window_table;  // the same of layers whose pages are KVPool::window_pages, if there are any
   int64_t table_stride;
   const int64_t* input_ids;  // of the extends, concatenated
   int64_t* last_tokens;      // the FutureMap, from which decodes read their token
