@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shared.model.config import load_model_config
+from shared.protocol.messages import first_window_page
 from tests.golden.references import Zoo
 from tests.modelzoo import random_prompt, reference_greedy
 from tests.patience import until
@@ -87,10 +88,14 @@ class Serving:
     def whole_pages(self, num_tokens: int) -> int:
         return num_tokens // self.case.page_size
 
-    def page_nbytes(self) -> int:
-        config = load_model_config(self.folder)
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return (2 if self.case.is_int4 else 4) * per_token * self.case.page_size
+    def sent_nbytes(self, num_tokens: int, num_pages: int) -> int:
+        """Of the last `num_pages` pages of a prompt. Layers with a window send what it shows."""
+        config, size = load_model_config(self.folder), self.case.page_size
+        windows = [layer.attention.window or 0 for layer in config.layers]
+        first = first_window_page(num_tokens, max(windows), size)
+        num_seen = min(num_pages, self.pages(num_tokens) - first)
+        num_units = sum(num_seen if window else num_pages for window in windows)
+        return num_units * 2 * config.num_kv_heads * config.head_dim * size * (2 if self.case.is_int4 else 4)
 
     def split_request(self, ids: list[int], *, cached_on_prefill: int, cached_on_decode: int) -> list[int]:
         """Tokens of a request whose prefix of so many tokens is known on either side: only the rest is moved."""
@@ -103,7 +108,7 @@ class Serving:
         assert meta["finish_reason"] == {"type": "length", "length": NUM_NEW}
         assert meta["cached_tokens"] == self.whole_pages(cached_on_prefill) * self.case.page_size
         assert meta["kv_pages_transferred"] == moved
-        assert meta["kv_bytes_transferred"] == moved * self.page_nbytes()
+        assert meta["kv_bytes_transferred"] == self.sent_nbytes(len(ids), moved)
         return tokens
 
     def flush(self, router: Router) -> None:
