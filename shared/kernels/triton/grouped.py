@@ -175,13 +175,18 @@ def grouped_codes_kernel(
                 weight_at = weight + n[:, None].to(tl.int64) * (D // 2) + tl.arange(0, BD // 2)[None, :]
             else:
                 weight_at = weight + n[:, None].to(tl.int64) * D + d[None, :]
+            if HAS_ZEROS:
+                zeros_at = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8)) + n * num_groups
             total = tl.zeros((BM, BN), dtype=tl.float32)
             for group in range(num_groups):
                 zero = tl.full((BN,), middle, dtype=tl.int16)
                 if HAS_ZEROS and not HAS_CODES:
-                    zeros_at = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8)) + n * num_groups
                     zero = tl.load(zeros_at + group, mask=has_n, other=0).to(tl.int16)
                 sums = tl.zeros((BM, BN), dtype=tl.int32 if HAS_CODES else tl.float32)
+                if HAS_ZEROS and HAS_CODES:
+                    shift = middle - tl.load(zeros_at + group, mask=has_n, other=0).to(tl.int32)
+                    of_rows = tl.load(x_sums + row * num_groups + group, mask=is_row, other=0)
+                    sums += of_rows[:, None] * shift[None, :]
                 for first in range(group * GROUP_D, (group + 1) * GROUP_D, BD):
                     x_part = tl.load(x_at + first, mask=is_row[:, None], other=0)
                     if BITS == 4:
@@ -205,11 +210,6 @@ def grouped_codes_kernel(
                         sums = tl.dot(x_part, tl.trans(numbers), sums, input_precision="ieee")
                 scale = tl.load(scale_at + group, mask=has_n, other=0.0)
                 if HAS_CODES:
-                    if HAS_ZEROS:
-                        zeros_at = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8)) + n * num_groups
-                        zero = tl.load(zeros_at + group, mask=has_n, other=0).to(tl.int32)
-                        of_rows = tl.load(x_sums + row * num_groups + group, mask=is_row, other=0)
-                        sums += of_rows[:, None] * (middle - zero)[None, :]
                     x_scale = tl.load(x_scales + row * num_groups + group, mask=is_row, other=0.0)
                     total += sums.to(tl.float32) * (x_scale[:, None] * scale[None, :])
                 else:
