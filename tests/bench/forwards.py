@@ -17,6 +17,8 @@ from shared.engine.build import build_engine
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.kernels.row_codes import split_codes
+from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import WindowedKVPool
 from tests.bench.models import SHAPES, Shape, random_model
 
 PAGE_SIZE = 16
@@ -30,15 +32,12 @@ class Forwards:
         self.engine = build_engine(config, lambda what, fraction: None)
         self.kernels = self.engine.attention_backend
         """What computes the model, such as `native` or `torch`."""
-        pool = self.engine.pool
-        if pool.dtype == torch.int8:
-            codes, scales = split_codes(pool.buffer_LSNHPD)
-            codes.copy_(torch.randint(-127, 128, codes.shape[2:], dtype=torch.int8))
-            scales.fill_(1 / 127)
-        else:
-            fill_randomly(pool.buffer_LSNHPD)
-        num_pages = pool.buffer_LSNHPD.shape[2] - 1
-        self._pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32) + 1
+        pool, self._num_window_pages = self.engine.pool, 0
+        if isinstance(pool, WindowedKVPool):
+            fill_pool(pool.window)
+            self._num_window_pages, pool = pool.window.num_pages - 1, pool.full
+        fill_pool(pool)
+        self._pages = np.random.default_rng(0).permutation(pool.num_pages - 1).astype(np.int32) + 1
 
     @classmethod
     def on_cores(
@@ -93,17 +92,29 @@ class Forwards:
 
     def _batch(self, input_ids: np.ndarray, *, starts: np.ndarray, lengths: np.ndarray) -> ModelWorkerBatch:
         num, num_pages = len(starts), -(-int((starts + lengths).max()) // PAGE_SIZE)
+        table_BP = self._pages[: num * num_pages].reshape(num, num_pages).copy()
         return ModelWorkerBatch(
             num_decodes=num if len(input_ids) == 0 else 0,
             input_ids=input_ids,
             rows_B=np.arange(num, dtype=np.int64),
             starts_B=starts,
             lengths_B=lengths,
-            page_table_BP=self._pages[: num * num_pages].reshape(num, num_pages).copy(),
+            page_table_BP=table_BP,
             sampled_B=np.arange(num, dtype=np.int64),
             sampling=SamplingInputs(),
             future_writes=(),
+            window_table_BP=table_BP % self._num_window_pages + 1 if self._num_window_pages else None,
         )
+
+
+def fill_pool(pool: TokenToKVPool) -> None:
+    """Random values, or codes with one scale."""
+    if pool.dtype == torch.int8:
+        codes, scales = split_codes(pool.buffer_LSNHPD)
+        codes.copy_(torch.randint(-127, 128, codes.shape[2:], dtype=torch.int8))
+        scales.fill_(1 / 127)
+    elif pool.num_layers:
+        fill_randomly(pool.buffer_LSNHPD)
 
 
 def fill_randomly(buffer: torch.Tensor) -> None:
