@@ -61,6 +61,14 @@ class DeviceStreams(Protocol):
         ...
 
 
+class GatherUnderWay(Protocol):
+    """A copy of KV pages that a device works at. Until it was waited for, the pages and the copy belong to it."""
+
+    def wait(self) -> int:
+        """Block until it is done, and return its digest. Called once, by the thread that began it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CudaEvent:
     """An event of CUDA."""

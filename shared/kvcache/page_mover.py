@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shared.device_streams import DeviceStreams
+from shared.device_streams import DeviceStreams, GatherUnderWay
 from shared.kvcache.page_digest import chunk_digest
 
 
@@ -20,7 +20,7 @@ class PageMover(Protocol):
     `pages_RPN` is a pool, uint8: R rows (K or V of one layer) of P pages of N bytes. The other tensor of a copy is
     contiguous uint8 [len(rows), len(page_ids), N], viewed in any shape. With a `seed`, a copy returns the
     `chunk_digest` of the bytes that it copied, in slices of N bytes; without one, 0. A copy that has returned or
-    raised touches no memory any more.
+    raised touches no memory any more, unless it returned a GatherUnderWay.
     """
 
     @property
@@ -35,7 +35,7 @@ class PageMover(Protocol):
         page_ids: Sequence[int],
         out: torch.Tensor,
         seed: int | None = None,
-    ) -> int:
+    ) -> int | GatherUnderWay:
         """out[r, i] = pages_RPN[rows[r], page_ids[i]]. Raises IndexError for a page that is not there."""
         ...
 

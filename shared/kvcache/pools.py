@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shared.device_streams import CudaStreams
+from shared.device_streams import CudaStreams, GatherUnderWay
 from shared.host_memory import new_host_buffer
 from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
 from shared.protocol.messages import SCALE_NBYTES
@@ -116,10 +116,10 @@ class TokenToKVPool:
         num_layers: int,
         out: torch.Tensor,
         seed: int | None = None,
-    ) -> int:
-        """Copy pages into the uint8 tensor `out`, layer-major, K before V. The copy is done on return.
+    ) -> int | GatherUnderWay:
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V.
 
-        With a `seed`, returns the `chunk_digest` of the pages, of slices of `page_nbytes`.
+        With a `seed`, the digest is the `chunk_digest` of the pages, of slices of `page_nbytes`.
         """
         rows = range(2 * first_layer, 2 * (first_layer + num_layers))
         return self.mover.gather(self._pages_RPN, rows, page_ids, out, seed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.device_streams import GatherUnderWay
 from shared.kvcache.page_mover import PageMover
 from shared.kvcache.pools import TokenToKVPool
 
@@ -72,7 +73,7 @@ class WindowedKVPool:
         num_layers: int,
         out: torch.Tensor,
         seed: int | None = None,
-    ) -> int:
+    ) -> int | GatherUnderWay:
         """As `TokenToKVPool.gather`, of layers of one group."""
         pool, first_layer = self._group(first_layer, num_layers)
         return pool.gather(page_ids, first_layer, num_layers, out, seed)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import xxhash
 
+from shared.device_streams import GatherUnderWay
 from shared.errors import ConfigError, LayoutMismatch
 from shared.protocol.messages import KVLayout
 
@@ -31,10 +32,10 @@ class PageStore(Protocol):
 
     def gather(
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
-    ) -> int:
-        """Copy pages into the uint8 tensor `out`, layer-major, K before V; blocks until they are there.
+    ) -> int | GatherUnderWay:
+        """Copy pages into the uint8 tensor `out`, layer-major, K before V, or begin to.
 
-        Returns the digest of what was copied: the same that `scatter` returns for the same bytes and seed.
+        The digest is of what was copied: the same that `scatter` returns for the same bytes and seed.
         """
         ...
 

@@ -1,15 +1,19 @@
 """Sending on one link of the sending node: takes Grants in order, gathers pages, sends them.
 
 The copier gathers a chunk into a slot and starts its sending; the link's data thread waits for sends to leave their
-slots. So the next chunk is gathered while the last one is on its way, and nothing waits between the two.
+slots. So the next chunk is gathered while the last one is on its way, and nothing waits between the two. A GPU gets
+the gather of the next chunk before the one under way is waited for, so it has work while the host sends.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shared.device_streams import GatherUnderWay
 from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import Chunk
@@ -20,6 +24,21 @@ from shared.protocol.transfer_messages import Grant, GrantedChunk, LinkOpen
 
 if TYPE_CHECKING:
     from shared.kvtransfer.sender import KVSender
+
+
+@dataclass(slots=True)
+class _Gather:
+    """A granted chunk on its way into a slot."""
+
+    envelope: Envelope
+    slot: Slot
+    nbytes: int
+    result: int | GatherUnderWay | None = None
+    """The digest, or a GPU is at it; None: the chunk is void."""
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.result is not None and not isinstance(self.result, int)
 
 
 class SendWorker(LinkWorker):
@@ -36,6 +55,8 @@ class SendWorker(LinkWorker):
         self._next_seq = 0
         self._serving = False
         """True while the copier works or is about to, and for good once it has failed."""
+        self._gathering: deque[_Gather] = deque()
+        """The copier's, in order: at most one that is under way and the next."""
         self._sending: deque[tuple[Op, Slot]] = deque()
         """The copier appends, the data thread takes from the front."""
         self._failure: Exception | None = None
@@ -103,49 +124,72 @@ class SendWorker(LinkWorker):
     # ----------------------------------------------------------------------------------- the copier
     def _serve(self) -> None:
         try:
-            while (work := self._next_due()) is not None:
-                self._send(*work)
+            while (due := self._next_due()) is not None or self._gathering:
+                if due is not None:
+                    self._gathering.append(self._begin(*due))
+                if due is None or len(self._gathering) > 1 or not self._gathering[0].is_under_way:
+                    self._send(self._gathering.popleft())
                 # The link's thread is not woken for every chunk, since that costs a thread switch, nor only when all
                 # slots are out: slots that come home early are taken again while they are still in the cache.
                 if 2 * self._ring.num_out >= self._ring.num_slots:
                     self._kicked.set()
         except Exception as error:  # kept for the data thread, which ends the link with it
             self._failure = error
+            while self._gathering:
+                self._drop(self._gathering.popleft())
         finally:
             self._kicked.set()
 
-    def _next_due(self) -> tuple[Link, int, GrantedChunk, Slot] | None:
+    def _next_due(self) -> tuple[int, GrantedChunk, Slot] | None:
         with self._lock:
             slot = self._ring.take() if self._due else None
             if slot is None:
-                self._serving = False
+                self._serving = bool(self._gathering)
                 return None
-            assert self._link is not None
-            return self._link, *self._due.popleft(), slot
+            return *self._due.popleft(), slot
 
-    def _send(self, link: Link, seq: int, chunk: GrantedChunk, slot: Slot) -> None:
-        try:
-            header = self._gather(seq, chunk, slot)
-            op = link.send(slot, chunk.nbytes, seq, header)
-        except BaseException:
-            with self._lock:
-                self._ring.give_back(slot)
-            raise
-        self._sending.append((op, slot))
-
-    def _gather(self, seq: int, granted: GrantedChunk, slot: Slot) -> bytes:
-        """Fill the slot, unless the chunk is void. Returns the header of the message."""
+    def _begin(self, seq: int, granted: GrantedChunk, slot: Slot) -> _Gather:
+        """Fill the slot, or have a GPU fill it, unless the chunk is void."""
         chunk = Chunk(granted.first_page, granted.num_pages, granted.first_layer, granted.num_layers)
-        envelope, digest = Envelope(granted.key, chunk, seq), None
+        gather = _Gather(Envelope(granted.key, chunk, seq), slot, granted.nbytes)
         page_ids = self._side.begin_gather(granted.key, chunk)
         if page_ids is not None:
-            payload = slot.payload(granted.nbytes)
-            layers = chunk.first_layer, chunk.num_layers
+            payload, layers = slot.payload(granted.nbytes), (chunk.first_layer, chunk.num_layers)
             try:
-                digest = self._pages.gather(page_ids, *layers, payload, envelope.seed)
-            finally:
-                self._side.end_gather(granted.key, chunk, payload.numel())
-        return envelope.seal(digest)
+                gather.result = self._pages.gather(page_ids, *layers, payload, gather.envelope.seed)
+            except BaseException:
+                gather.result = 0
+                self._drop(gather)
+                raise
+        return gather
+
+    def _send(self, gather: _Gather) -> None:
+        assert self._link is not None
+        try:
+            header = gather.envelope.seal(self._ended(gather))
+            op = self._link.send(gather.slot, gather.nbytes, gather.envelope.seq, header)
+        except BaseException:
+            with self._lock:
+                self._ring.give_back(gather.slot)
+            raise
+        self._sending.append((op, gather.slot))
+
+    def _ended(self, gather: _Gather) -> int | None:
+        """Wait until the pages have been read. Returns their digest, or None where there are none."""
+        result, envelope = gather.result, gather.envelope
+        if result is None:
+            return None
+        try:
+            return result if isinstance(result, int) else result.wait()
+        finally:
+            self._side.end_gather(envelope.key, envelope.chunk, gather.nbytes)
+
+    def _drop(self, gather: _Gather) -> None:
+        """Give back pages and slot of a chunk that is not sent, since another failure ends the link."""
+        with suppress(Exception):  # that failure is kept, and is most likely the cause of this one
+            self._ended(gather)
+        with self._lock:
+            self._ring.give_back(gather.slot)
 
     # ------------------------------------------------------------------------------ the data thread
     def _reap(self, *, block: bool) -> bool:

@@ -19,6 +19,7 @@ from tests.sim.streams.plants import (
     ChunksWithoutEvent,
     CopiesOnDefaultStream,
     FenceThatIsOpen,
+    GatherNotWaitedFor,
     LinksAbortedLate,
     MoverThatRunsOn,
     MoverWithoutOrder,
@@ -54,6 +55,7 @@ PLANTED = {
     ),
     "no event between a forward and a gather": (Parts(make_stream=ChunksWithoutEvent), {}, ""),
     "no event between a scatter and a forward": (Parts(new_mover=ScatterWithoutEvent), {}, ""),
+    "a gather that is not waited for": (Parts(new_mover=GatherNotWaitedFor), {}, ""),
     "a scatter that raises and runs on": (
         Parts(new_mover=MoverThatRunsOn),
         {

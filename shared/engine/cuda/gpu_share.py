@@ -155,7 +155,9 @@ class GpuShare:
         with self._fitting("a copy of a page"):
             pool = bound.pool
             page = torch.empty(pool.gather_nbytes(1, 1), dtype=torch.uint8, device=pool.device)
-            pool.gather([0], 0, 1, page, seed=0)
+            gather = pool.gather([0], 0, 1, page, seed=0)
+            if not isinstance(gather, int):
+                gather.wait()
             pool.scatter([0], 0, 1, page, seed=0)
         self._on_progress("testing", 0.0)
         with self._fitting("the self test"):

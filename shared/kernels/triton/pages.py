@@ -11,15 +11,14 @@ The slow twin is a copy by indexing with `chunk_digest`. The interfaces are Bato
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from shared.device_streams import CudaStreams, DeviceStreams
+from shared.device_streams import CudaStreams, DeviceStreams, GatherUnderWay, StreamEvent
 
 _LANES = tl.constexpr(8)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
@@ -120,8 +119,8 @@ class TritonPageMover:
     """A PageMover for pages in the memory of `device`, in multiples of 8 bytes.
 
     The other tensor of a copy is on the same device, or in host memory, pinned if the copy is to be fast. A copy runs
-    on the stream of the calling thread, which waits for it, once, also when it raises half-way: then its pages and
-    its slot go to others.
+    on the stream of the calling thread, which waits for it, also when it raises half-way: then its pages and its slot
+    go to others. Only a gather within the device returns while it is under way.
     """
 
     name = "triton"
@@ -136,9 +135,8 @@ class TritonPageMover:
         self._device = device
         self._streams = streams or (CudaStreams(device) if device.type == "cuda" else None)
         self._kernel = kernel
-        self._lock = threading.Lock()
         self._idle: list[_Lane] = []
-        """As many as copies have run at the same time."""
+        """As many as copies have run at the same time. Threads only append and pop."""
 
     def gather(
         self,
@@ -147,10 +145,17 @@ class TritonPageMover:
         page_ids: Sequence[int],
         out: torch.Tensor,
         seed: int | None = None,
-    ) -> int:
+    ) -> int | GatherUnderWay:
         """Copy pages into the contiguous `out`. The digest is of the words that were read."""
-        with self._lane() as lane:
-            return lane.copy(pages_RPN, rows, page_ids, out, seed, scatter=False)
+        lane = self._take_lane()
+        try:
+            lane.start(pages_RPN, rows, page_ids, out, seed, scatter=False)
+        except BaseException:
+            self._idle.append(lane)
+            raise
+        gather = _Gather(lane, self._idle)
+        # Through host memory a second one would take device memory of its own, and the way there is slower anyway.
+        return gather if out.device == pages_RPN.device else gather.wait()
 
     def scatter(
         self,
@@ -161,19 +166,30 @@ class TritonPageMover:
         seed: int | None = None,
     ) -> int:
         """Copy the contiguous `src` into pages. The digest is of the words that were written."""
-        with self._lane() as lane:
-            return lane.copy(pages_RPN, rows, page_ids, src, seed, scatter=True)
-
-    @contextmanager
-    def _lane(self) -> Iterator[_Lane]:
-        with self._lock:
-            lane = self._idle.pop() if self._idle else None
-        lane = lane or _Lane(self._device, self._streams, self._kernel)
+        lane = self._take_lane()
         try:
-            yield lane
+            lane.start(pages_RPN, rows, page_ids, src, seed, scatter=True)
+            return lane.wait()
         finally:
-            with self._lock:
-                self._idle.append(lane)
+            self._idle.append(lane)
+
+    def _take_lane(self) -> _Lane:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _Lane(self._device, self._streams, self._kernel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    lane: _Lane
+    idle: list[_Lane]
+
+    def wait(self) -> int:
+        try:
+            return self.lane.wait()
+        finally:
+            self.idle.append(self.lane)
 
 
 class _Lane:
@@ -187,8 +203,11 @@ class _Lane:
         self._kernel = kernel
         self._block = self._host(0)
         self._staging = self._on_device(0)
+        self._parts = self._block
+        """What the copy under way adds up to its digest."""
+        self._done: StreamEvent | None = None
 
-    def copy(
+    def start(
         self,
         pages_RPN: torch.Tensor,
         rows: range,
@@ -197,21 +216,30 @@ class _Lane:
         seed: int | None,
         *,
         scatter: bool,
-    ) -> int:
+    ) -> None:
         if page_ids and not 0 <= min(page_ids) <= max(page_ids) < pages_RPN.shape[1]:
             raise IndexError(f"of pages {page_ids} one is not of these {pages_RPN.shape[1]}")
         first_part = _IDS_AT + len(page_ids)
         block = self._room_for(first_part + len(rows) * len(page_ids))
-        words = block.numpy()
-        words[:first_part] = (_signed(seed or 0), *page_ids)
-        with self._waiting():
+        block.numpy()[:first_part] = (_signed(seed or 0), *page_ids)
+        self._parts = block[first_part if seed is not None else len(block) :]
+        try:
             staged = slot if slot.device == pages_RPN.device else self._stage(slot.nbytes)
             if scatter and staged is not slot:
                 staged.copy_(slot.view(-1), non_blocking=True)
             self._kernel(pages_RPN, rows, staged, block, scatter=scatter)
             if not scatter and staged is not slot:
                 slot.view(-1).copy_(staged, non_blocking=True)
-        return 0 if seed is None else int(words[first_part:].sum()) % (1 << 64)
+        except BaseException:
+            if self._streams is not None:
+                self._streams.current().synchronize()
+            raise
+        self._done = None if self._streams is None else self._streams.current().record()
+
+    def wait(self) -> int:
+        if self._done is not None:
+            self._done.synchronize()
+        return int(self._parts.numpy().sum()) % (1 << 64)
 
     def _room_for(self, num_words: int) -> torch.Tensor:
         if num_words > len(self._block):
@@ -230,15 +258,6 @@ class _Lane:
 
     def _on_device(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """At the end of the `with` block all that it queued is done."""
-        try:
-            yield
-        finally:
-            if self._streams is not None:
-                self._streams.current().synchronize()
 
 
 def _signed(seed: int) -> int:

@@ -33,11 +33,12 @@ def random_bytes(*shape: int) -> torch.Tensor:
 
 
 class Mover(TritonPageMover):
-    """Before each copy it waits for what the test has queued, which the mover leaves to its caller."""
+    """Waits for each copy, and before it for what the test has queued, which the mover leaves to its caller."""
 
     def gather(self, *args: Any) -> int:
         settle()
-        return super().gather(*args)
+        gather = super().gather(*args)
+        return gather if isinstance(gather, int) else gather.wait()
 
     def scatter(self, *args: Any) -> int:
         settle()
@@ -95,3 +96,16 @@ def test_a_page_that_is_not_there_is_an_error_and_nothing_is_copied(no_page: int
     assert torch.equal(pages_RPN, before)
     mover.gather(pages_RPN, range(2), [1, 2], slot)
     assert torch.equal(slot, pages_RPN[:, [1, 2]])
+
+
+def test_a_second_gather_begins_before_the_first_was_waited_for() -> None:
+    settle()
+    mover, pages_RPN = TritonPageMover(device()), random_bytes(2, 5, 64)
+    slots = [torch.zeros(2, 2, 64, dtype=torch.uint8) for _ in range(2)]
+    ids = [[1, 2], [4, 0]]
+    settle()
+    gathers = [mover.gather(pages_RPN, range(2), *of, SEED) for of in zip(ids, slots, strict=True)]
+    for gather, page_ids, slot in zip(gathers, ids, slots, strict=True):
+        assert not isinstance(gather, int)
+        assert gather.wait() == chunk_digest(slot, 64, SEED)
+        assert torch.equal(slot, pages_RPN[:, page_ids])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,10 +136,25 @@ class MoverWithoutOrder(TritonPageMover):
         super().__init__(DEVICE, gpu, partial(copy_pages, torch_mode))
         self._gpu = gpu
 
-    @contextmanager
-    def _lane(self) -> Iterator[Any]:
-        with self._gpu.new().use(), super()._lane() as lane:
-            yield lane
+    def gather(self, *args: Any) -> Any:
+        with self._gpu.new().use():
+            return super().gather(*args)
+
+    def scatter(self, *args: Any) -> int:
+        with self._gpu.new().use():
+            return super().scatter(*args)
+
+
+class GatherNotWaitedFor(TritonPageMover):
+    """A gather counts as done when it is launched, so its pages and its slot are used by others too early."""
+
+    def __init__(self, gpu: FakeGpu, torch_mode: FakeTorch) -> None:
+        super().__init__(DEVICE, gpu, partial(copy_pages, torch_mode))
+
+    def gather(self, *args: Any) -> Any:
+        gather: Any = super().gather(*args)
+        gather.lane._done = Passed()
+        return gather
 
 
 class MoverThatRunsOn(TorchPageMover):

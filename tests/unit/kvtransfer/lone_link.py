@@ -74,6 +74,8 @@ class Owner:
 
     hurried: bool = False
     granted: list[tuple[ReqKey, int]] = field(default_factory=list)
+    in_use: list[int] = field(default_factory=list)
+    """Pages between the begin and the end of a copy."""
 
     def send(self, to: str, message: Struct) -> None:
         if isinstance(message, Grant):
@@ -84,11 +86,13 @@ class Owner:
             link.stop(reason)
 
     def begin_gather(self, key: ReqKey, chunk: Chunk) -> list[int] | None:
+        self.in_use.append(chunk.first_page)
         return [chunk.first_page]
 
     begin_scatter = begin_gather
 
-    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None: ...
+    def end_gather(self, key: ReqKey, chunk: Chunk, nbytes: int) -> None:
+        self.in_use.remove(chunk.first_page)
 
     end_scatter = end_gather
 
@@ -118,8 +122,8 @@ def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None) -> A
     return kind(end, "p", LinkOpen("l", end.node, b"", "nccl"), owner)
 
 
-def send_worker(factory: Any, pages: Pages | None = None) -> SendWorker:
-    worker: SendWorker = _new(SendWorker, factory, pages, None)
+def send_worker(factory: Any, pages: Pages | None = None, owner: Owner | None = None) -> SendWorker:
+    worker: SendWorker = _new(SendWorker, factory, pages, owner)
     return worker
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,15 @@ from shared.errors import LinkError
 from shared.kvtransfer.link import Arrival, Link, LinkSpec
 from shared.kvtransfer.staging import Slot
 from tests.patience import until
-from tests.unit.kvtransfer.lone_link import LoneFactory, Pages, grant, new_slot, run_to_its_end, send_worker
+from tests.unit.kvtransfer.lone_link import (
+    LoneFactory,
+    Owner,
+    Pages,
+    grant,
+    new_slot,
+    run_to_its_end,
+    send_worker,
+)
 from tests.unit.kvtransfer.looks import slots_out
 
 
@@ -76,6 +86,59 @@ def test_a_gather_that_fails_ends_the_link_and_keeps_no_slot() -> None:
     worker = send_worker(LoneFactory(RecordingLink()), pages)
     worker.accept(grant(0))
     assert run_to_its_end(worker) == "RuntimeError: device lost"
+    assert slots_out(worker) == 0
+
+
+class GpuPages(Pages):
+    """Gathers by a GPU, which is done with one when that is waited for. `log` has what was begun and waited for."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.fails_at = fails_at
+
+    def gather(self, page_ids: Sequence[int], *args: Any) -> Any:
+        if page_ids[0] == self.fails_at:
+            raise RuntimeError("device lost")
+        super().gather(page_ids, *args)
+        self.log.append(("begun", page_ids[0]))
+        return GpuGather(self.log, page_ids[0])
+
+
+@dataclass
+class GpuGather:
+    log: list[tuple[str, int]]
+    page: int
+
+    def wait(self) -> int:
+        self.log.append(("done", self.page))
+        return 0
+
+
+def test_a_gpu_gathers_the_next_chunk_before_the_one_under_way_is_waited_for() -> None:
+    link, pages = RecordingLink(), GpuPages()
+    worker = send_worker(LoneFactory(link), pages)
+    worker.accept(grant(0, num_chunks=2))
+    worker.step(block=True)
+    worker.step(block=True)
+    until(lambda: link.sent == [0, 1])
+    assert pages.log == [("begun", 0), ("begun", 1), ("done", 0), ("done", 1)]
+    worker.accept(grant(2))
+    while len(link.sent) < 3 or slots_out(worker):  # one alone waits for no other
+        worker.step(block=True)
+    worker.stop("test")
+    run_to_its_end(worker)
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["second-gather-fails", "first-send-fails"])
+def test_a_gather_under_way_is_waited_for_when_another_chunk_fails(sends: bool) -> None:
+    link, pages = RecordingLink(), GpuPages(fails_at=1 if sends else None)
+    link.failure = None if sends else LinkError("the peer is gone")
+    worker = send_worker(LoneFactory(link), pages, owner := Owner())
+    worker.accept(grant(0, num_chunks=2))
+    assert run_to_its_end(worker) == ("RuntimeError: device lost" if sends else "the peer is gone")
+    begun = [page for what, page in pages.log if what == "begun"]
+    assert begun == [page for what, page in pages.log if what == "done"] == ([0] if sends else [0, 1])
+    assert not owner.in_use
     assert slots_out(worker) == 0
 
 
