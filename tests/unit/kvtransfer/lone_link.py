@@ -106,7 +106,7 @@ class Owner:
         raise AssertionError(reason)
 
 
-def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None) -> Any:
+def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None, num_slots: int = 2) -> Any:
     owner = owner or Owner()
     runner = ThreadRunner(DeviceThreads())
     end = Endpoint(
@@ -116,14 +116,16 @@ def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None) -> A
         outbox=owner,
         transports=Transports({"nccl": factory}, runner, slot_nbytes=PAGE_NBYTES),
         clock=time.monotonic,
-        options=TransferOptions(num_slots=2, build_timeout_s=PATIENCE_S),
+        options=TransferOptions(num_slots=num_slots, build_timeout_s=PATIENCE_S),
         wake=lambda: None,
     )
     return kind(end, "p", LinkOpen("l", end.node, b"", "nccl"), owner)
 
 
-def send_worker(factory: Any, pages: Pages | None = None, owner: Owner | None = None) -> SendWorker:
-    worker: SendWorker = _new(SendWorker, factory, pages, owner)
+def send_worker(
+    factory: Any, pages: Pages | None = None, owner: Owner | None = None, num_slots: int = 2
+) -> SendWorker:
+    worker: SendWorker = _new(SendWorker, factory, pages, owner, num_slots)
     return worker
 
 

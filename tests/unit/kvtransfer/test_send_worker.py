@@ -116,14 +116,15 @@ class GpuGather:
 
 def test_a_gpu_gathers_the_next_chunk_before_the_one_under_way_is_waited_for() -> None:
     link, pages = RecordingLink(), GpuPages()
-    worker = send_worker(LoneFactory(link), pages)
-    worker.accept(grant(0, num_chunks=2))
+    worker = send_worker(LoneFactory(link), pages, num_slots=3)
+    worker.accept(grant(0, num_chunks=3))
     worker.step(block=True)
     worker.step(block=True)
-    until(lambda: link.sent == [0, 1])
-    assert pages.log == [("begun", 0), ("begun", 1), ("done", 0), ("done", 1)]
-    worker.accept(grant(2))
-    while len(link.sent) < 3 or slots_out(worker):  # one alone waits for no other
+    until(lambda: link.sent == [0, 1, 2])
+    first, second, third = [[("begun", page), ("done", page)] for page in range(3)]
+    assert pages.log == [first[0], second[0], first[1], third[0], second[1], third[1]]
+    worker.accept(grant(3))
+    while len(link.sent) < 4 or slots_out(worker):  # one alone waits for no other
         worker.step(block=True)
     worker.stop("test")
     run_to_its_end(worker)
