@@ -113,7 +113,7 @@ class Vitals:
         if elapsed >= THROUGHPUT_WINDOW_S:
             self._gen_throughput = self._window_tokens / elapsed
             self._window_start, self._window_tokens = now, 0
-        count, host = self._ledger.count(), self._ledger.host
+        count, host, windows = self._ledger.count(), self._ledger.host, self._ledger.windows
         self._load = Load(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -151,6 +151,8 @@ class Vitals:
             num_ahead_evicted_tokens=self.num_ahead_evicted_tokens,
             num_prompts=self.num_prompts,
             kv_bytes_per_s=self._transfer_rate.measured,
+            num_window_pages=0 if windows is None else windows.allocator.num_pages,
+            num_available_window_pages=0 if windows is None else windows.num_available,
         )
         if not idle:
             self._audited = False

@@ -42,7 +42,12 @@ class LoadCollector(Collector):
 
 
 def _usage(load: Load) -> float:
-    return 1 - (load.num_free_pages + load.num_evictable_pages) / load.num_pages if load.num_pages else 0.0
+    in_use = _share_in_use(load.num_free_pages + load.num_evictable_pages, load.num_pages)
+    return max(in_use, _share_in_use(load.num_available_window_pages, load.num_window_pages))
+
+
+def _share_in_use(num_available: int, num_pages: int) -> float:
+    return 1 - num_available / num_pages if num_pages else 0.0
 
 
 def _hit_rate(load: Load) -> float:
@@ -68,7 +73,11 @@ _GAUGES: Sequence[_Figure] = (
         "How long the oldest request without a reservation of pages has waited.",
         "reserve_wait_s",
     ),
-    ("sglang:token_usage", "Share of KV pages that running requests hold.", _usage),
+    (
+        "sglang:token_usage",
+        "Share of KV pages, or of window pages if it is larger, that running requests hold.",
+        _usage,
+    ),
     ("sglang:cache_hit_rate", "Share of prompt tokens found in the RadixCache.", _hit_rate),
     ("sglang:gen_throughput", "Output tokens a second.", "gen_throughput"),
     ("baton:num_transferring_reqs", "Requests whose KV is moving.", "num_transferring"),
@@ -81,6 +90,12 @@ _GAUGES: Sequence[_Figure] = (
     ("baton:num_free_pages", "KV pages that are free.", "num_free_pages"),
     ("baton:num_evictable_pages", "KV pages only the RadixCache holds.", "num_evictable_pages"),
     ("baton:num_held_pages", "KV pages held for a transfer.", "num_held_pages"),
+    ("baton:num_window_pages", "KV pages of layers with sliding windows.", "num_window_pages"),
+    (
+        "baton:num_available_window_pages",
+        "KV pages of layers with sliding windows that no request sees.",
+        "num_available_window_pages",
+    ),
     ("baton:num_retracted_reqs", "Requests that gave their KV back and wait.", "num_retracted"),
     ("baton:num_host_pages", "Pages of host memory for the KV of retracted requests.", "num_host_pages"),
     ("baton:num_free_host_pages", "Host pages that are free.", "num_free_host_pages"),

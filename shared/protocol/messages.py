@@ -250,6 +250,10 @@ class Load(Record, frozen=True):
     """The prompts of `num_prompt_tokens`."""
     kv_bytes_per_s: float = 0.0
     """What transfers that have ended well reach lately, sent and received; 0 until one was measured."""
+    num_window_pages: int = 0
+    """Of the layers with sliding windows; 0 where these have no pool of their own."""
+    num_available_window_pages: int = 0
+    """Those that are free, or that no request sees."""
 
 
 class Finish(Record, frozen=True):

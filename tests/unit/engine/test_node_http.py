@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -121,6 +122,11 @@ def test_metrics_are_those_of_this_node(node: Node) -> None:
     ):
         ((_, of, seen, *_),) = families[name].samples
         assert (of, seen) == (labels, value)
+    node.load = msgspec.structs.replace(node.load, num_window_pages=8, num_available_window_pages=2)
+    (usage,) = [
+        line for line in node.get("/metrics")[1].splitlines() if line.startswith("sglang:token_usage{")
+    ]
+    assert usage.endswith(" 0.75"), "window pages are shorter"
     assert families["process_resident_memory_bytes"].samples[0].value > 0
 
 

@@ -8,6 +8,7 @@ from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.engine.progress import Progress
 from shared.engine.vitals import MAX_LEAK_CHARS, MIN_MEASURED_NBYTES, MIN_MEASURED_TOKENS, Vitals
+from shared.kvcache.windows import WindowPages
 from shared.protocol.messages import Load
 from shared.scheduling.retraction import RetractionCounts
 
@@ -41,6 +42,14 @@ def test_a_leak_that_the_idle_audit_finds_is_in_every_load_from_then_on() -> Non
         leak = publish(vitals, idle=idle).leak
         assert f"with none [{min(lost)}, " in leak
         assert len(leak) <= MAX_LEAK_CHARS
+
+
+def test_window_pages_that_no_request_sees_are_available() -> None:
+    windows = WindowPages(500, 41, window=16, page_size=16)
+    vitals = Vitals(make_ledger(500, CacheOptions(), 4, 64, windows=windows), Progress(), lambda: 0.0)
+    windows.take([3, 5, 7], for_arrival=False)
+    load = publish(vitals, idle=False)
+    assert (load.num_window_pages, load.num_available_window_pages) == (40, 37)
 
 
 def test_a_short_prefill_is_busy_time_and_no_measurement() -> None:

@@ -33,6 +33,8 @@ OF_NODES: Mapping[str, tuple[str, ...]] = {
         "baton:num_free_pages",
         "baton:num_evictable_pages",
         "baton:num_held_pages",
+        "baton:num_window_pages",
+        "baton:num_available_window_pages",
         "baton:num_host_pages",
         "baton:num_free_host_pages",
     ),
