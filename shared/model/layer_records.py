@@ -134,6 +134,10 @@ class Layer:
     mlp_norm: str
     mlp: DenseMlp | ExpertsMlp
     mlp_out_norm: str | None = None
+    """The native experts add to the hidden state at once, so a mixture has none."""
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.mlp, DenseMlp) or self.mlp_out_norm is None, "no kernel norms a mixture's output"
 
     @property
     def norms(self) -> Iterator[str]:
