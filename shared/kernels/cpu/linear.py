@@ -14,7 +14,6 @@ from shared.kernels.cpu.library import Team
 PANEL = 64  # output columns of a panel: kPanel of src/linear.h
 UNIT_NBYTES = 4
 _CHUNK_NBYTES = 64 << 20
-_PIECE_NBYTES = 1 << 20
 
 
 class PanelArena:
@@ -61,10 +60,10 @@ def nibbles(codes_NK: torch.Tensor) -> torch.Tensor:
     """Codes of 4 bits as bytes [N, K / 2]: of eight codes, the first four are the lower halves of four bytes."""
     n, k = codes_NK.shape
     packed_NB = new_mapping(n * k // 2).view(n, k // 2)  # goes back to the system when it is freed
-    step = max(_PIECE_NBYTES // k, 1)
-    for first in range(0, n, step):
-        lower_RU4, upper_RU4 = codes_NK[first : first + step].reshape(-1, k // 8, 2, 4).unbind(2)
-        packed_NB[first : first + step] = torch.bitwise_or(lower_RU4, upper_RU4 << 4).flatten(1)
+    packed_NU = packed_NB.view(torch.int32)  # four at a time: no code has bits to shift into the next one
+    lower_NU, upper_NU = codes_NK.view(torch.int32).unflatten(1, (k // 8, 2)).unbind(2)
+    torch.bitwise_left_shift(upper_NU, 4, out=packed_NU)
+    packed_NU |= lower_NU
     return packed_NB
 
 

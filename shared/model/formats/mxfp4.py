@@ -33,8 +33,9 @@ def _read(source: TensorReader, layer: LinearSpec, dtype: torch.dtype) -> Quanti
     if bool((exponents_NG == _NAN).any()):
         raise ModelError(f"{layer.name}: a scale is not finite")
     codes_NK = new_codes(layer.n, layer.k)
-    torch.bitwise_and(blocks_NB, 15, out=codes_NK[:, ::2])
-    torch.bitwise_right_shift(blocks_NB, 4, out=codes_NK[:, 1::2])
+    pairs_NB = codes_NK.view(torch.int16).copy_(blocks_NB)  # two codes at a time
+    pairs_NB |= pairs_NB << 4
+    pairs_NB &= 0x0F0F
     halved_NG = (exponents_NG.to(torch.int32) - 1).clamp(min=0)  # codes stand for twice their numbers
     return QuantizedLinear(
         codes_NK=codes_NK,
