@@ -137,7 +137,9 @@ class Layer:
     """The native experts add to the hidden state at once, so a mixture has none."""
 
     def __post_init__(self) -> None:
-        assert isinstance(self.mlp, DenseMlp) or self.mlp_out_norm is None, "no kernel norms a mixture's output"
+        assert isinstance(self.mlp, DenseMlp) or self.mlp_out_norm is None, (
+            "no kernel norms a mixture's output"
+        )
 
     @property
     def norms(self) -> Iterator[str]:

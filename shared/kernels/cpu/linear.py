@@ -61,7 +61,7 @@ def nibbles(codes_NK: torch.Tensor) -> torch.Tensor:
     n, k = codes_NK.shape
     packed_NB = new_mapping(n * k // 2).view(n, k // 2)  # goes back to the system when it is freed
     packed_NU = packed_NB.view(torch.int32)  # four at a time: no code has bits to shift into the next one
-    lower_NU, upper_NU = codes_NK.view(torch.int32).unflatten(1, (k // 8, 2)).unbind(2)
+    lower_NU, upper_NU = codes_NK.view(torch.int32).view(n, k // 8, 2).unbind(2)
     torch.bitwise_left_shift(upper_NU, 4, out=packed_NU)
     packed_NU |= lower_NU
     return packed_NB

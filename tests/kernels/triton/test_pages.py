@@ -109,3 +109,5 @@ def test_a_second_gather_begins_before_the_first_was_waited_for() -> None:
         assert not isinstance(gather, int)
         assert gather.wait() == chunk_digest(slot, 64, SEED)
         assert torch.equal(slot, pages_RPN[:, page_ids])
+    mover.gather(pages_RPN, range(2), [1, 2], slots[0], SEED)
+    assert len(mover._idle) == 1, "what a gather needs beside its slot is used again"
