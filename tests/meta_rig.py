@@ -73,6 +73,7 @@ class MetaRig:
         with_grammars: bool = False,
     ) -> SampledTensors:
         batch = self.batches.forward(extends, decodes, params)
-        batch = replace(batch, future_writes=tuple((row, 40) for row, _ in decodes[:1]))
+        writes = tuple((row, 40) for row, _ in decodes[:1])
+        batch = replace(batch, future_writes=writes, window_table_BP=batch.page_table_BP)
         mask = self.batches.mask_of(batch) if with_grammars else None
         return self.runner.sample(self.runner.forward(batch), mask)

@@ -121,14 +121,14 @@ class TorchAttention:
         """Split the batch into its extends and its decode step."""
         num_extends = len(batch.host.rows_B) - batch.host.num_decodes
         lengths = batch.host.lengths_B[:num_extends].tolist()
-        tables_BP = batch.page_table_BP.long()  # indexing would make int64 of it twice a layer
-        windows = batch.host.window_table_BP
+        # Indexing would make int64 of them twice a layer.
+        tables_BP, window_tables_BP = batch.page_table_BP.long(), batch.window_table_BP.long()
         return TorchAttentionPlan(
             starts=batch.host.starts_B[:num_extends].tolist(),
             lengths=lengths,
             num_extend_tokens=sum(lengths),
             tables_BP=tables_BP,
-            window_tables_BP=tables_BP if windows is None else torch.from_numpy(windows).long(),
+            window_tables_BP=window_tables_BP,
             decode_seq_lens_B=batch.seq_lens_B[num_extends:],
         )
 

@@ -172,7 +172,7 @@ def _make_kernels(
         raise ConfigError(
             f"--exact: torch's operations are not exact, and Triton's cannot be had: {obstacle}"
         )
-    return lambda pool: torch_kernels(pool.device, pool)
+    return lambda pool: torch_kernels(pool.device)
 
 
 def _triton_obstacle(

@@ -88,17 +88,14 @@ class EngineShape:
 
     @property
     def window(self) -> int | None:
-        """The longest window of layers whose KV has a pool of its own. None: all layers share one pool.
-
-        On a GPU they do.
-        """
-        return self.model.longest_window if self.device.type == "cpu" else None
+        """The longest window of layers, whose KV has a pool of its own. None: no layer has one."""
+        return self.model.longest_window
 
     def num_window_pages(self, num_pages: int) -> int:
         """How many window pages a pool of `num_pages` pages has, without the scratch pages (ADR 49).
 
         They suffice for one prompt of the longest context, and for the windows of as many requests of a quarter of
-        that as the pages hold. 0 where all layers share one pool.
+        that as the pages hold. 0 where no layer has a window.
         """
         if self.window is None:
             return 0
@@ -113,6 +110,10 @@ class EngineShape:
         num_windows = 0 if self.window is None else len(windows) - windows.count(None)
         num_units = num_pages * (len(windows) - num_windows) + self.num_window_pages(num_pages) * num_windows
         return self.page_nbytes // len(windows) * num_units
+
+    def pool_nbytes(self, num_pages: int) -> int:
+        """Of a pool of so many pages, with the scratch pages."""
+        return self.kv_nbytes(num_pages) + self.page_nbytes
 
     @property
     def kv_dtype(self) -> torch.dtype:

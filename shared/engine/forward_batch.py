@@ -27,6 +27,8 @@ class ForwardBatch:
     """-1 - row stands for the last sampled token of a row, which the host need not know."""
     positions_T: torch.Tensor
     out_pages_T: torch.Tensor
+    out_window_pages_T: torch.Tensor
+    """Those of layers with windows. They differ where these have a pool of their own."""
     out_offsets_T: torch.Tensor
     """Where each new token's K and V go: a page, and an offset in it (together SGLang's out_cache_loc)."""
     hidden_rows_T: torch.Tensor
@@ -35,7 +37,8 @@ class ForwardBatch:
     future_tokens_B: torch.Tensor
     """The tokens that enter the FutureMap before it is read, padded to B."""
     page_table_BP: torch.Tensor
-    """int32; everything else is int64."""
+    window_table_BP: torch.Tensor
+    """Of layers with windows. Page tables are int32; everything else is int64."""
     seq_lens_B: torch.Tensor
     rows_S: torch.Tensor
     """The row of each sequence that samples (SGLang's req_pool_indices)."""
@@ -45,8 +48,9 @@ class ForwardBatch:
     @classmethod
     def from_model_worker_batch(cls, batch: ModelWorkerBatch, block: FilledBlock) -> ForwardBatch:
         """The views of `block`, which was filled from `batch`."""
-        ids_T, positions_T, pages_T, offsets_T, hidden_rows_T = block.per_token()
+        ids_T, positions_T, pages_T, window_pages_T, offsets_T, hidden_rows_T = block.per_token()
         future_rows_B, future_tokens_B, seq_lens_B, rows_B, last_tokens_B = block.per_sequence()
+        table_BP, window_table_BP = block.page_tables(batch)
         num_sampled = len(batch.sampled_B)
         return cls(
             host=batch,
@@ -55,11 +59,13 @@ class ForwardBatch:
             input_ids_T=ids_T,
             positions_T=positions_T,
             out_pages_T=pages_T,
+            out_window_pages_T=window_pages_T,
             out_offsets_T=offsets_T,
             hidden_rows_T=hidden_rows_T,
             future_rows_B=future_rows_B,
             future_tokens_B=future_tokens_B,
-            page_table_BP=block.page_table(*batch.page_table_BP.shape),
+            page_table_BP=table_BP,
+            window_table_BP=window_table_BP,
             seq_lens_B=seq_lens_B,
             rows_S=rows_B[:num_sampled],
             last_token_S=last_tokens_B[:num_sampled],

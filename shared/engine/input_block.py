@@ -1,13 +1,13 @@
 """The inputs of a forward in one block, at places that a captured graph can know.
 
     header        int32 [4]: `Header`
-    per token     int64 [T] each: input_ids, positions, out_pages, out_offsets, hidden_rows
+    per token     int64 [T] each: input_ids, positions, out_pages, out_window_pages, out_offsets, hidden_rows
     per sequence  int64 [B] each: future_rows, future_tokens, seq_lens, rows, last_tokens
-    page table    int32 [number of sequences, stride]
+    page tables   int32 [number of sequences, stride] each: one, and that of layers with windows if it is another
     work          int32: what the attention backend has planned on the host
 
-The places of all but the last two depend on the block's shape (T, B) alone. Where those two are, and how wide the
-page table is, are words of the header, which kernels read as data. So the kernels of a graph find everything from
+The places of all but the tables and the work depend on the block's shape (T, B) alone. Where those are, and how wide
+a page table is, are words of the header, which kernels read as data. So the kernels of a graph find everything from
 the address of the block, which never changes.
 """
 
@@ -24,7 +24,7 @@ from shared.engine.uploads import BlockRing, StartCopy
 from shared.kernels.triton.attention_work import Header
 
 HEADER_NBYTES = 16
-_PER_TOKEN = _PER_SEQUENCE = 5
+_PER_TOKEN, _PER_SEQUENCE = 6, 5
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -44,12 +44,12 @@ class BlockShape:
         return other.num_tokens <= self.num_tokens and other.num_sequences <= self.num_sequences
 
     def nbytes(self, num_words: int) -> int:
-        """The size of a block whose page table and work have `num_words` words together."""
+        """The size of a block whose page tables and work have `num_words` words together."""
         return self.table_at + 4 * num_words
 
     @property
     def table_at(self) -> int:
-        """Where the page table begins, in bytes."""
+        """Where the page tables begin, in bytes."""
         return HEADER_NBYTES + 8 * (
             _PER_TOKEN * _even(self.num_tokens) + _PER_SEQUENCE * _even(self.num_sequences)
         )
@@ -81,10 +81,14 @@ class FilledBlock:
         first = _PER_TOKEN * _even(self.shape.num_tokens)
         return _parts(self._numbers(), first, _PER_SEQUENCE, self.shape.num_sequences)
 
-    def page_table(self, num_sequences: int, stride: int) -> torch.Tensor:
-        """The page table of a forward whose size the host knows, int32 [num_sequences, stride]."""
-        first = self.shape.table_at // 4
-        return self.words[first : first + num_sequences * stride].view(num_sequences, stride)
+    def page_tables(self, batch: ModelWorkerBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """That of the batch, int32 [B, P], and that of its layers with windows."""
+        first, size = self.shape.table_at // 4, batch.page_table_BP.size
+        second = first if batch.window_table_BP is None else first + size
+        table, windows = (
+            self.words[at : at + size].view(batch.page_table_BP.shape) for at in (first, second)
+        )
+        return table, windows
 
     def _numbers(self) -> torch.Tensor:
         return self.words[HEADER_NBYTES // 4 : self.shape.table_at // 4].view(torch.int64)
@@ -108,7 +112,7 @@ class InputBlock:
 
     def has_room(self, batch: ModelWorkerBatch, shape: BlockShape, work: np.ndarray) -> bool:
         """True if a forward that is padded to `shape` fits."""
-        return shape.nbytes(batch.page_table_BP.size + len(work)) <= self._ring.nbytes
+        return shape.nbytes(sum(table.size for table in _tables(batch)) + len(work)) <= self._ring.nbytes
 
     def fill(self, batch: ModelWorkerBatch, shape: BlockShape, work: np.ndarray) -> FilledBlock:
         """Pack `batch`, padded to `shape`, and queue its one copy to the device.
@@ -116,21 +120,22 @@ class InputBlock:
         A padding token is token 0 at position 0 of page 0, of no sequence. A padding sequence has no tokens, and its
         row is the FutureMap's padding row. A batch for which there is no room gets a block of its own.
         """
-        table_BP = batch.page_table_BP
-        num_words = table_BP.size + len(work)
-        nbytes = shape.nbytes(num_words)
+        tables = _tables(batch)
+        table, size = shape.table_at // 4, batch.page_table_BP.size
+        work_at = table + size * len(tables)
+        nbytes = 4 * (work_at + len(work))
         ring = self._ring
         if nbytes > ring.nbytes:
             ring = BlockRing(nbytes, self._device, self._start_copy)
         host = ring.fill()[:nbytes]
         words = host.view(np.int32)
-        table, end_of_table = shape.table_at // 4, shape.table_at // 4 + table_BP.size
-        words[Header.PAGE_TABLE] = table
-        words[Header.TABLE_STRIDE] = table_BP.shape[1]
-        words[Header.WORK] = end_of_table
+        words[Header.PAGE_TABLE], words[Header.WINDOW_TABLE] = table, work_at - size
+        words[Header.TABLE_STRIDE] = batch.page_table_BP.shape[1]
+        words[Header.WORK] = work_at
         self._fill_numbers(host[HEADER_NBYTES : shape.table_at].view(np.int64), batch, shape)
-        words[table:end_of_table] = table_BP.reshape(-1)
-        words[end_of_table:] = work
+        for i, table_BP in enumerate(tables):
+            words[table + i * size : table + (i + 1) * size] = table_BP.reshape(-1)
+        words[work_at:] = work
         ring.send(nbytes)
         return FilledBlock(ring.on_device.view(torch.int32), shape)
 
@@ -139,13 +144,14 @@ class InputBlock:
         lengths_B, ends_B = batch.lengths_B, np.cumsum(batch.lengths_B)
         sequence_T = np.repeat(np.arange(len(batch.rows_B)), lengths_B)
         positions_T = np.arange(len(sequence_T)) + (batch.starts_B - ends_B + lengths_B)[sequence_T]
-        pages_T = batch.page_table_BP[sequence_T, positions_T // self._page_size]
+        tables, place_T = _tables(batch), (sequence_T, positions_T // self._page_size)
         decode_rows = batch.rows_B[len(batch.rows_B) - batch.num_decodes :]
         wanted = batch.sampling.input_logprobs
         per_token = (
             np.concatenate((batch.input_ids, -1 - decode_rows)),
             positions_T,
-            pages_T,
+            tables[0][place_T],
+            tables[-1][place_T],
             positions_T % self._page_size,
             () if wanted is None else wanted.rows_N,
         )
@@ -164,6 +170,12 @@ class InputBlock:
         for values, padding in per_sequence:
             _put(numbers[first : first + shape.num_sequences], values, padding)
             first += _even(shape.num_sequences)
+
+
+def _tables(batch: ModelWorkerBatch) -> tuple[np.ndarray, ...]:
+    """The page table, and that of layers with windows if it is another."""
+    windows = batch.window_table_BP
+    return (batch.page_table_BP,) if windows is None else (batch.page_table_BP, windows)
 
 
 def _put(part: np.ndarray, values: np.ndarray | tuple[()], padding: int) -> None:

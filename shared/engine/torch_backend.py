@@ -20,7 +20,7 @@ from shared.engine.penalties import Penalize
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.uploads import StartCopy, start_copy_to
-from shared.kvcache.windowed_pool import AnyKVPool
+from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 from shared.model.decoder import Decoder
 from shared.model.ops import Ops
 
@@ -98,7 +98,7 @@ class TorchBackend:
         self._captured: dict[BlockShape, ForwardBatch] = {}
         """What graphs were captured with. Its tensors are those of every forward that is filled for the shape."""
         self._inputs = InputBlock(
-            _block_nbytes(kernels.attention, pool.page_size, limits, () if graphs is None else graphs.shapes),
+            _block_nbytes(kernels.attention, pool, limits, () if graphs is None else graphs.shapes),
             limits.num_rows,
             pool.page_size,
             pool.device,
@@ -239,10 +239,11 @@ def _is_reached(event: torch.cuda.Event) -> bool:
 
 
 def _block_nbytes(
-    attention: AttentionBackend, page_size: int, limits: ForwardLimits, shapes: Sequence[BlockShape]
+    attention: AttentionBackend, pool: AnyKVPool, limits: ForwardLimits, shapes: Sequence[BlockShape]
 ) -> int:
-    """Room for the largest forward, and for every row's page table beside the largest graph."""
-    table_words = limits.num_rows * -(-limits.context_length // page_size)
+    """Room for the largest forward, and for every row's page tables beside the largest graph."""
+    num_tables = 2 if isinstance(pool, WindowedKVPool) else 1
+    table_words = num_tables * limits.num_rows * -(-limits.context_length // pool.page_size)
     largest = BlockShape(limits.max_tokens, limits.num_rows)
     return max(
         shape.nbytes(table_words + attention.max_work_words(shape, limits.context_length))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
 import torch
 from torch.nn.functional import embedding
 
@@ -18,7 +16,6 @@ from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.torch_backend import Kernels
 from shared.kernels.reference import write_kv
-from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 from shared.model.experts import multiply
 from shared.model.layers import apply_rotary, gelu_mul, rms_norm, rotary_cos_sin, silu_mul
 from shared.model.linear import Linear
@@ -34,10 +31,6 @@ class TorchOps:
     attention: AttentionPlan
     kv_NKSD: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """The K and V pages of each layer."""
-    has_window: Sequence[bool] = ()
-    """Of each layer, where layers with windows have a pool of their own."""
-    window_pages_T: torch.Tensor | None = None
-    """Where the K and V of new tokens go in that pool, in place of `ForwardBatch.out_pages_T`."""
 
     def embed(self, input_ids_T: torch.Tensor, table_VD: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table."""
@@ -66,6 +59,7 @@ class TorchOps:
         qk_norm_ND: torch.Tensor | None,
         eps: float,
         rotary: Rotary,
+        window: int | None,
     ) -> torch.Tensor:
         """Norm and rotation take q and k at once: they are neighbours in the buffer."""
         num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
@@ -73,9 +67,7 @@ class TorchOps:
         if qk_norm_ND is not None:
             qk_TND = rms_norm(qk_TND, qk_norm_ND, eps)
         q_THD, k_TKD = torch.split(apply_rotary(qk_TND, *rotary), [num_heads, num_kv_heads], dim=1)
-        pages_T = self.batch.out_pages_T
-        if self.window_pages_T is not None and self.has_window[layer]:
-            pages_T = self.window_pages_T
+        pages_T = self.batch.out_pages_T if window is None else self.batch.out_window_pages_T
         write_kv(*self.kv_NKSD[layer], k_TKD, v_TKD, pages_T, self.batch.out_offsets_T)
         return q_THD
 
@@ -100,20 +92,6 @@ class TorchOps:
         return multiply(x_TD, scores_TE, weights, self)
 
 
-def _windowed_ops(
-    pool: WindowedKVPool,
-    batch: ForwardBatch,
-    attention: AttentionPlan,
-    kv_NKSD: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> TorchOps:
-    """The ops of a forward over two pools, which are in host memory."""
-    host = batch.host
-    assert host.window_table_BP is not None
-    sequence_T = np.repeat(np.arange(len(host.rows_B)), host.lengths_B)
-    pages_T = host.window_table_BP[sequence_T, batch.positions_T.numpy() // pool.page_size]
-    return TorchOps(batch, attention, kv_NKSD, pool.has_window, torch.from_numpy(pages_T).long())
-
-
 class TorchTokens:
     """The `TokenOps` of torch."""
 
@@ -136,11 +114,8 @@ class TorchTokens:
         return token_ids_S
 
 
-def torch_kernels(device: torch.device, pool: AnyKVPool | None = None) -> Kernels:
-    """Torch's, whose numerics name its version, and the GPU or the instruction set that torch uses on this CPU.
-
-    A `pool` of two groups is in host memory.
-    """
+def torch_kernels(device: torch.device) -> Kernels:
+    """Torch's, whose numerics name its version, and the GPU or the instruction set that torch uses on this CPU."""
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
     else:
@@ -150,6 +125,6 @@ def torch_kernels(device: torch.device, pool: AnyKVPool | None = None) -> Kernel
         numerics=f"torch-{torch.__version__}/{processor}",
         is_exact=False,
         attention=TorchAttention(),
-        make_ops=partial(_windowed_ops, pool) if isinstance(pool, WindowedKVPool) else TorchOps,
+        make_ops=TorchOps,
         tokens=TorchTokens(),
     )

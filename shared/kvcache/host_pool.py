@@ -9,6 +9,7 @@ has no reader when it is written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -114,6 +115,27 @@ class CudaHostKVPool:
         return self._pool.buffer_LSNHPD.flatten(0, 1).transpose(0, 1)
 
 
+@dataclass(frozen=True)
+class WindowedCudaHostKVPool:
+    """The host pools of both groups of layers of a `WindowedKVPool` on a GPU."""
+
+    full: CudaHostKVPool | None
+    """None where every layer has a window."""
+    window: CudaHostKVPool
+
+    def copy(self, pages: PageCopy) -> None:
+        """Queue the copies on the current stream."""
+        if self.full is not None:
+            self.full.copy(pages)
+        named = [
+            (window_page, host_page)
+            for window_page, host_page in zip(pages.window_pages, pages.host_pages, strict=True)
+            if window_page
+        ]
+        if named:
+            self.window.copy(PageCopy(pages.to_host, *zip(*named, strict=True)))
+
+
 def runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield the maximal runs of neighbours in `ids`, as (index of the first id, first id, length)."""
     start = 0
@@ -127,9 +149,11 @@ def make_host_pool(pool: AnyKVPool, num_host_pages: int) -> HostKVPool | None:
     """Host memory for `num_host_pages` pages of `pool`; None for 0. Raises RuntimeError when it cannot be pinned."""
     if num_host_pages == 0:
         return None
-    num_window_layers = sum(pool.has_window) if isinstance(pool, WindowedKVPool) else 0
     if pool.device.type == "cuda":
-        assert isinstance(pool, TokenToKVPool), "on a GPU all layers share one pool"
-        return CudaHostKVPool(pool, num_host_pages)
+        if isinstance(pool, TokenToKVPool):
+            return CudaHostKVPool(pool, num_host_pages)
+        full = CudaHostKVPool(pool.full, num_host_pages) if pool.full.num_layers else None
+        return WindowedCudaHostKVPool(full, CudaHostKVPool(pool.window, num_host_pages))
+    num_window_layers = sum(pool.has_window) if isinstance(pool, WindowedKVPool) else 0
     page_nbytes = pool.gather_nbytes(1, pool.num_layers)
     return CpuHostKVPool(pool, pool.num_layers, num_host_pages, page_nbytes, num_window_layers)

@@ -97,7 +97,8 @@ class Decoder:
             self._norm_whole_qk(qkv_TQ, qk_norm_ND, ops)
             qk_norm_ND = None
         qkv_TND = qkv_TQ.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, qk_norm_ND, c.rms_norm_eps, rotary)
+        norm = qk_norm_ND, c.rms_norm_eps
+        q_THD = ops.norm_rope_write(i, qkv_TND, c.num_kv_heads, *norm, rotary, weights.window)
         attended_THD = ops.attend(i, q_THD, weights.window, weights.sinks_H)
         return ops.linear(attended_THD.flatten(1), weights.o_proj)
 

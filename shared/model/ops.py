@@ -52,8 +52,12 @@ class Ops(Protocol):
         qk_norm_ND: torch.Tensor | None,
         eps: float,
         rotary: Rotary,
+        window: int | None,
     ) -> torch.Tensor:
-        """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D]."""
+        """Norm (where `qk_norm_ND` is given) and rotate q and k, write k and v to their pages, return q [T, H, D].
+
+        A layer with a window may have pages of its own.
+        """
         ...
 
     def attend(

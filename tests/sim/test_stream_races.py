@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.kernels.triton.pages import TritonPageMover
+from shared.kvcache.allocator import PageCopy
+from shared.kvcache.host_pool import make_host_pool
 from shared.kvcache.page_mover import TorchPageMover
+from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import WindowedKVPool
 from tests.sim.streams.device import FakeGpu, Schedule
-from tests.sim.streams.engine import NewMover, copy_pages
+from tests.sim.streams.engine import NewMover, copy_pages, triton_mover
 from tests.sim.streams.fleet import Happening, Parts, Scenario, run
 from tests.sim.streams.plants import (
     AllocatorWithoutEpochs,
@@ -101,6 +105,33 @@ def test_a_race_that_was_planted_is_found(name: str) -> None:
     parts, fixed, shows_as = PLANTED[name]
     scenario = first_of(scenarios(**fixed), lambda drawn: any(shows_as in race for race in run(drawn, parts)))
     assert run(scenario) == []
+
+
+def test_host_pages_of_both_groups_come_back_as_they_were() -> None:
+    """A window page that a request has given up is not copied."""
+    gpu = FakeGpu(Schedule(7))
+    with torch.inference_mode(), FakeTorch(gpu) as torch_mode:
+        full, window = (
+            TokenToKVPool(num_pages=9, page_size=2, num_layers=layers, num_kv_heads=1, head_dim=8,
+                          dtype=torch.int64, device=DEVICE, mover=triton_mover(gpu, torch_mode))
+            for layers in (1, 2)
+        )  # fmt: skip
+        pool = WindowedKVPool(full, window, (True, False, True))
+        for each in (full, window):
+            numbers = torch.arange(each.buffer_LSNHPD.numel())
+            each.buffer_LSNHPD.copy_(numbers.view(each.buffer_LSNHPD.shape))
+        host = make_host_pool(pool, 5)
+        assert host is not None
+        host.copy(PageCopy(True, (3, 8, 1), (4, 0, 1), (2, 0, 5)))
+        host.copy(PageCopy(False, (2, 5, 6), (4, 0, 1), (7, 0, 4)))
+        gpu.current().synchronize()
+        for each, moved in ((full, {2: 3, 5: 8, 6: 1}), (window, {7: 2, 4: 5})):
+            pages = each.buffer_LSNHPD.cpu()[:, :, :, 0, 0, 0]
+            expected = [moved.get(page, page) for page in range(9)]
+            assert (pages - pages[:, :, :1]).tolist() == [
+                [[page * 16 for page in expected]] * 2
+            ] * each.num_layers
+    gpu.close()
 
 
 def triton_mover_that_fails(gpu: FakeGpu, torch_mode: FakeTorch) -> TritonPageMover:

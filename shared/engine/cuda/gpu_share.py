@@ -122,7 +122,7 @@ class GpuShare:
         bound = bind(NUM_SCRATCH_PAGES)
         try:
             self._run(bound, self._batches.largest())
-            scratch_nbytes = (NUM_SCRATCH_PAGES + 1) * shape.page_nbytes
+            scratch_nbytes = shape.pool_nbytes(NUM_SCRATCH_PAGES)
             self._needs["activations"] = max(memory.peak() - self._needs["weights"] - scratch_nbytes, 0)
             with self._fitting("what CUDA graphs take"):
                 self._needs["graphs"] = max(bound.runner.measure_graphs(), 0)
@@ -142,7 +142,7 @@ class GpuShare:
         given = shape.given_pages(self._memory.total())
         left = may_take - sum(self._needs.values()) - shape.page_nbytes
         num_pages = shape.useful_pages(left) if given is None else given
-        self._needs["kv"] = (num_pages + 1) * shape.page_nbytes
+        self._needs["kv"] = shape.pool_nbytes(num_pages)
         self._claim.take(sum(self._needs.values()))
         return num_pages
 
@@ -201,7 +201,7 @@ class GpuShare:
     def _least_kv_nbytes(self) -> int:
         """Of the KV pool that was asked for, or of the smallest; with the scratch page."""
         num_pages = self._shape.given_pages(self._memory.total()) or MIN_PAGES
-        return (num_pages + 1) * self._shape.page_nbytes
+        return self._shape.pool_nbytes(num_pages)
 
     def _lack_of_room(self, least: int, free: int, share: int) -> str:
         """Why the model cannot be loaded now."""

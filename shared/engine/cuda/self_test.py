@@ -31,8 +31,8 @@ def self_test(bound: BoundModel, shape: EngineShape, batches: StartBatches) -> N
     Raises ConfigError when K, V or tokens differ by more than the backend promises. Clears the pages.
     """
     page_size, pool = shape.cache.page_size, bound.pool
-    assert isinstance(pool, TokenToKVPool), "on a GPU all layers share one pool"
-    pages_each = min(-(-NUM_TOKENS // page_size), (pool.num_pages - 1) // 2)
+    pools = (pool,) if isinstance(pool, TokenToKVPool) else (pool.full, pool.window)
+    pages_each = min(-(-NUM_TOKENS // page_size), *((each.num_pages - 1) // 2 for each in pools))
     num_tokens = min(NUM_TOKENS, pages_each * page_size, shape.context_length)
     num_decodes = min(NUM_DECODES, num_tokens - 1) if shape.decodes else 0
     first, second = np.arange(1, 1 + 2 * pages_each).reshape(2, -1).tolist()
@@ -50,10 +50,11 @@ def self_test(bound: BoundModel, shape: EngineShape, batches: StartBatches) -> N
         batches.set_pages(0, second)
         all_ids = ids + [token for token, _ in sampled[:-1]]
         again = _sample(bound, batches.forward([Extend(0, 0, all_ids)], params=PARAMS))
-        kv = _kv_of(pool, first, num_tokens), _kv_of(pool, second, num_tokens)
+        kv = _kv_of(pools, first, num_tokens), _kv_of(pools, second, num_tokens)
         problem = problem_with(bound.backend.is_exact, *kv, sampled[-1], again)
     finally:
-        pool.buffer_LSNHPD[:, :, 1 : 1 + 2 * pages_each] = 0
+        for each in pools:
+            each.buffer_LSNHPD[:, :, 1 : 1 + 2 * pages_each] = 0
         synchronize(pool.device)
     if problem is not None:
         raise ConfigError(
@@ -68,9 +69,9 @@ def _sample(bound: BoundModel, batch: ModelWorkerBatch) -> tuple[int, float]:
     return sampled.token_ids[0], sampled.logprobs[0].unpack()[0].logprob
 
 
-def _kv_of(pool: TokenToKVPool, pages: Sequence[int], num_tokens: int) -> torch.Tensor:
-    """K and V of a sequence as [layers, 2, heads, tokens, head_dim]."""
-    kv_LSPHTD = pool.buffer_LSNHPD[:, :, pages]
+def _kv_of(pools: Sequence[TokenToKVPool], pages: Sequence[int], num_tokens: int) -> torch.Tensor:
+    """K and V of a sequence, whose window pages have the same ids, as [layers, 2, heads, tokens, head_dim]."""
+    kv_LSPHTD = torch.cat([pool.buffer_LSNHPD[:, :, pages] for pool in pools])
     return kv_LSPHTD.transpose(2, 3).flatten(3, 4)[:, :, :, :num_tokens]
 
 

@@ -65,9 +65,11 @@ class TritonOps:
         qk_norm_ND: torch.Tensor | None,
         eps: float,
         rotary: Rotary,
+        window: int | None,
     ) -> torch.Tensor:
         """One kernel from the projection to pages and queries."""
-        to = self.batch.out_pages_T, self.batch.out_offsets_T, *self.kv_NKSD[layer]
+        pages_T = self.batch.out_pages_T if window is None else self.batch.out_window_pages_T
+        to = pages_T, self.batch.out_offsets_T, *self.kv_NKSD[layer]
         return rope.norm_rope_write(qkv_TND, num_kv_heads, qk_norm_ND, eps, *rotary, *to)
 
     def attend(

@@ -46,6 +46,7 @@ MERGE_WORDS: tl.constexpr = tl.constexpr(work.MERGE_WORDS)
 PAGE_TABLE_WORD: tl.constexpr = tl.constexpr(int(work.Header.PAGE_TABLE))
 TABLE_STRIDE_WORD: tl.constexpr = tl.constexpr(int(work.Header.TABLE_STRIDE))
 WORK_WORD: tl.constexpr = tl.constexpr(int(work.Header.WORK))
+WINDOW_TABLE_WORD: tl.constexpr = tl.constexpr(int(work.Header.WINDOW_TABLE))
 
 WORKSPACE_NBYTES = 128 << 20
 """The default bound on the states of cut tiles. Tiles that find no room are not cut, which costs time alone."""
@@ -198,7 +199,7 @@ def _item(
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     in_head = d[None, :] < HEAD_DIM
-    pages_at = tl.load(words_ptr + PAGE_TABLE_WORD)
+    pages_at = tl.load(words_ptr + (WINDOW_TABLE_WORD if WINDOW else PAGE_TABLE_WORD))
     pages_at += tl.load(item_ptr) * tl.load(words_ptr + TABLE_STRIDE_WORD)
     first_key = tl.load(item_ptr + 5)
     end_key = tl.load(item_ptr + 6)
@@ -398,7 +399,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Return the attention [T, H, D] of the tokens that have work; other tokens get anything.
 
-        `words` is an input block, int32, with the page table and `AttentionWork.words` at the places that it tells.
+        `words` is an input block, int32, with page tables and `AttentionWork.words` at the places that it tells.
         A token sees the last `window` keys, itself among them. Sinks are scores with a share of the softmax and no
         value. Without `may_cut` the work has no merges.
         """

@@ -40,6 +40,8 @@ class Header(IntEnum):
     """Its P."""
     WORK = 2
     """Where the work begins."""
+    WINDOW_TABLE = 3
+    """Where the page table [B, P] of layers with windows begins."""
 
 
 @dataclass(frozen=True, slots=True)

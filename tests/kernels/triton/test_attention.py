@@ -105,6 +105,9 @@ class PagedKV:
             for row, (start, length) in enumerate(zip(starts, lengths, strict=True))
         }
         batch = batch_over(self.table_BP, self.page_size, extends, {})
+        ours, others = batch.page_table_BP, np.full_like(batch.page_table_BP, len(self.pages[0]) - 1)
+        tables = (ours, others) if window is None else (others, ours)  # layers with windows have their own
+        batch = replace(batch, page_table_BP=tables[0], window_table_BP=tables[1])
         words = block_words(batch, self.page_size, TritonAttention(kernels).work(batch))
         k_pages, v_pages = (pages.to(DEVICE) for pages in self.pages)
         sinks_H = None if sinks_H is None else sinks_H.to(DEVICE)

@@ -5,9 +5,11 @@ In float32: the interpreter's products of bfloat16 are wrong. `make test-gpu` ha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -15,12 +17,15 @@ from torch.nn.functional import linear
 from shared.engine.cuda.triton_kernels import make_triton_kernels
 from shared.engine.cuda.triton_ops import Linear
 from shared.engine.future_map import FutureMap
+from shared.engine.model_runner import Forwarded
+from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
 from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
@@ -30,11 +35,13 @@ from tests.kernels.cpu.test_sampling import inputs_of
 from tests.modelzoo import make_model, random_prompt
 
 EXACT = ExactLinear(num_processors=3)
+NUM_PAGES, WINDOW = 1 + NUM_ROWS * PAGES_A_ROW, 9
 SIZES = {"num_hidden_layers": 2, "vocab_size": 300, "head_dim": 64}
 OTHERS: dict[str, dict[str, Any]] = {
     "olmoe": {"head_dim": 16},  # the heads have the width of the model together
-    "mistral": {"sliding_window": 9},
-    "gemma3": {"sliding_window": 9},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma3": {"sliding_window": WINDOW},
+    "gptoss": {"sliding_window": WINDOW},
 }
 
 
@@ -44,14 +51,39 @@ def decoder_of(folder: Path, architecture: str) -> Decoder:
     return Decoder.load(Checkpoint(folder), config, dtype=torch.float32, device=device())
 
 
-def rig_of(decoder: Decoder, product: Linear | None) -> tuple[Rig, TokenToKVPool]:
-    """By Triton's kernels with these products, or by torch."""
-    pool = kv_pool(decoder.config, 1 + NUM_ROWS * PAGES_A_ROW, PAGE_SIZE, torch.float32, device())
-    kernels = torch_kernels(device())
+class OverTwoPools(TorchBackend):
+    """Layers with windows have pages in the reverse order, and none before their window."""
+
+    def forward(self, batch: ModelWorkerBatch, future_map: FutureMap) -> Forwarded:
+        table_BP = batch.page_table_BP
+        first_B = (batch.starts_B + 1 - WINDOW).clip(0) // PAGE_SIZE
+        is_seen_BP = np.arange(table_BP.shape[1]) >= first_B[:, None]
+        windows_BP = np.where(is_seen_BP, NUM_PAGES - table_BP, 0).astype(np.int32)
+        return super().forward(replace(batch, window_table_BP=windows_BP), future_map)
+
+
+def rig_of(decoder: Decoder, product: Linear | None) -> tuple[Rig, AnyKVPool]:
+    """By Triton's kernels with these products, over a pool for each group of layers, or by torch."""
+
+    def pool_of(num_layers: int) -> TokenToKVPool:
+        return kv_pool(
+            replace(decoder.config, layers=decoder.config.layers[:num_layers]),
+            NUM_PAGES,
+            PAGE_SIZE,
+            torch.float32,
+            device(),
+        )
+
+    pool: AnyKVPool = pool_of(len(windows := decoder.config.windows))
+    kernels, make_backend, progress = torch_kernels(device()), TorchBackend, Progress()
     if product is not None:
+        if num_windows := len(windows) - windows.count(None):
+            has_window = tuple(window is not None for window in windows)
+            pool = WindowedKVPool(pool_of(windows.count(None)), pool_of(num_windows), has_window)
+            pool.window.buffer_LSNHPD[:, :, 0] = torch.nan
+            make_backend = OverTwoPools
         kernels = make_triton_kernels(decoder.config, pool.dtype, pool, product, "interpreted")
-    progress = Progress()
-    rig = Rig(TorchBackend(kernels, decoder, pool, progress, LIMITS), progress)
+    rig = Rig(make_backend(kernels, decoder, pool, progress, LIMITS), progress)
     rig.future_map = FutureMap(NUM_ROWS, device())
     return rig, pool
 

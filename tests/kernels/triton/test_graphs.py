@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from shared.engine.torch_backend import Kernels
 from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import ModelConfig
-from tests.backend_rig import NUM_ROWS, batch_of
+from tests.backend_rig import NUM_ROWS, PAGES_A_ROW, batch_of
 from tests.device import device
 from tests.graph_rig import Engine, check_same
 from tests.modelzoo import make_model, random_prompt
@@ -45,3 +46,25 @@ def test_a_replay_finds_its_work_in_the_block(folder: Path) -> None:
     check_same(eager, graphed, batch_of({}, {0: 13, 1: 7, 2: 2}))
     check_same(eager, graphed, batch_of({1: (8, ids[1][8:11])}, {2: 3}))
     assert graphed.num_replays == 4
+
+
+def test_layers_with_windows_find_their_own_page_table(tmp_path: Path) -> None:
+    """It lies behind the other one, at a place that the header tells."""
+    sizes = {"num_hidden_layers": 6, "vocab_size": 300, "sliding_window": 9}  # the sixth has no window
+    folder = make_model(tmp_path / "gemma3", "gemma3", **sizes)
+    eager = Engine(folder, make_kernels=exact_kernels)
+    graphed = Engine.captured(folder, SHAPES, exact_kernels)
+    ids = random_prompt(30, seed=1, vocab_size=300)
+    batches = (
+        batch_of({0: (0, ids[:12])}, {}),
+        batch_of({1: (0, ids[:7])}, {0: 12}),
+        batch_of({}, {0: 13, 1: 7}),
+    )
+    for batch in batches:
+        windows_BP = 1 + NUM_ROWS * PAGES_A_ROW - batch.page_table_BP
+        check_same(eager, graphed, replace(batch, window_table_BP=windows_BP))
+    assert graphed.num_replays == 3
+    first, last = (
+        eager.pool.layer_kv(layer)[0].flatten(1).any(1).nonzero()[:, 0].tolist() for layer in (0, 5)
+    )
+    assert [1 + NUM_ROWS * PAGES_A_ROW - page for page in reversed(first)] == last

@@ -25,6 +25,7 @@ MODELS = {
     "qwen3": token_model_config(
         architectures=["Qwen3ForCausalLM"], tie_word_embeddings=False, num_hidden_layers=2
     ),
+    "mistral": token_model_config(architectures=["MistralForCausalLM"], sliding_window=9),
 }
 EXTENDS = [Extend(0, 16, [5, 6, 7]), Extend(3, 0, [8]), Extend(1, 0, [9, 10])]
 DECODES = [(2, 4), (4, 30)]

@@ -40,6 +40,7 @@ class DenseOps:
         qk_norm_ND: torch.Tensor | None,
         eps: float,
         rotary: Rotary,
+        window: int | None,
     ) -> torch.Tensor:
         num_heads = qkv_TND.shape[1] - 2 * num_kv_heads
         q_THD, k_TKD, v_TKD = torch.split(qkv_TND, [num_heads, num_kv_heads, num_kv_heads], dim=1)

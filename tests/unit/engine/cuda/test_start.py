@@ -27,6 +27,7 @@ from shared.engine.progress import Progress
 from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
 from shared.errors import ConfigError
+from shared.kvcache.pools import TokenToKVPool
 from shared.model.config import load_model_config
 from shared.model.decoder import Decoder
 from shared.model.dummy_weights import DummyWeights
@@ -67,7 +68,18 @@ def node_config(folder: Path, **schedule: int) -> NodeConfig:
     )
 
 
-def test_every_step_of_a_start_in_order(folder: Path, tmp_path: Path) -> None:
+WINDOWS = {"use_sliding_window": True, "sliding_window": 24}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {**WINDOWS, "max_window_layers": 1}, {**WINDOWS, "max_window_layers": 0}],
+    ids=["no-windows", "windows", "windows-alone"],
+)
+def test_every_step_of_a_start_in_order(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | fields))
     progress: list[str] = []
     gpu = FakeGpu(20 << 20)
     memory = FakeMemory(gpu, "node")
@@ -85,7 +97,11 @@ def test_every_step_of_a_start_in_order(folder: Path, tmp_path: Path) -> None:
     other.close()
     steps = [what for what, before in zip(progress, ["", *progress], strict=False) if what != before]
     assert steps == ["loading weights", "measuring memory", "allocating KV pages", "warming up", "testing"]
-    assert not engine.pool.buffer_LSNHPD[:, :, 1:].any(), "the pages of the self test are cleared"
+    pools = (
+        (engine.pool,) if isinstance(engine.pool, TokenToKVPool) else (engine.pool.full, engine.pool.window)
+    )
+    assert len(pools) == 1 + bool(fields)
+    assert not any(pool.buffer_LSNHPD[:, :, 1:].any() for pool in pools), "pages of the self test are cleared"
     assert engine.ledger.count().free == engine.ledger.count().total
 
 
