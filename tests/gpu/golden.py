@@ -53,7 +53,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 
 FACTORS: dict[str, tuple[object, ...]] = {
-    "model": ("llama", "qwen3"),
+    "model": ("llama", "qwen3", "gptoss"),  # the last has windows, sinks and experts
     "backend": BACKENDS,
     "overlap": (True, False),
     "retract_every": (0, 3),
