@@ -1,6 +1,6 @@
 """The whole answer of `router plan`: what the table, the JSON file and the HTML file show, and nothing beside it.
 
-    Answer ─┬─ question       what was asked: traffic, SLOs, machines
+    Answer ─┬─ question       what was asked: traffic, SLOs, the profile
             ├─ candidates ─── points: one candidate at one rate, each from real schedulers under a virtual clock
             ├─ verdict        what to run, and why
             └─ remarks        what makes it doubtful
@@ -15,7 +15,7 @@ import msgspec
 from planner.figures import Distribution, Slo
 from planner.profile import Measured
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,10 +24,6 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     low: float
     high: float
-
-    def times(self, factor: float) -> Estimate:
-        """So many times as much."""
-        return Estimate(value=factor * self.value, low=factor * self.low, high=factor * self.high)
 
     @property
     def is_more_than_noise(self) -> bool:
@@ -74,7 +70,6 @@ class CandidateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill: int
     """0 where every node does both."""
     num_decode: int
-    enable_mixed_chunk: bool
     points: tuple[Point, ...]
     """Ascending rates. One has load 1."""
     max_rate: Estimate | None
@@ -111,16 +106,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Sentences."""
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fleet runs on."""
-
-    role: str
-    """prefill, decode or both."""
-    profile: str
-    """The file."""
-    measured: Measured
-
-
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """The requests that were planned for."""
 
@@ -128,11 +113,11 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """The file or the distributions, in words."""
     rate: float
     num_reqs: int
-    """That were simulated for a candidate at one rate, at most."""
+    """That count of those that were simulated for a candidate at one rate."""
     prompt_tokens: Distribution
     output_tokens: Distribution
     reused_share: float
-    """Of prompt tokens, those whose block an earlier request of the same part has had."""
+    """Of prompt tokens, those whose block an earlier request has had."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,17 +129,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo
     good_share: float
     """A fleet meets the SLOs if this share of the requests does."""
-    machines: tuple[Machine, ...]
-    """One for both fleets, or prefill and decode."""
-
-
-class Effort(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer took."""
-
-    seconds: float
-    cpu_s: float
-    num_simulations: int
-    num_simulated_reqs: int
+    profile: str
+    """The file that says what every node costs."""
+    measured: Measured
+    """Where its figures come from."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +143,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[CandidateAnswer, ...]
     verdict: Verdict
     remarks: tuple[str, ...]
-    effort: Effort
 
     def candidate(self, name: str) -> CandidateAnswer:
         """That of the name."""

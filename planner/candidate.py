@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_NODES = 64
@@ -17,8 +16,6 @@ class Candidate:
     num_decode: int
     enable_mixed_chunk: bool | None = None
     """None: as the profile says."""
-    machine: str = ""
-    """Of nodes that do both, where prefill and decode nodes have different profiles: prefill or decode."""
     local_prefill_tokens: int | None = None
     """None: by cost, which is `--local-prefill-tokens auto`."""
 
@@ -37,25 +34,19 @@ class Candidate:
         """`2P3D`, or `3 together` for nodes that do both; unique among the candidates of a plan."""
         if self.splits:
             return f"{self.num_prefill}P{self.num_decode}D"
-        mixed = ", mixed chunks" if self.enable_mixed_chunk else ""
-        return f"{self.num_decode} together{mixed}" + (f" ({self.machine} machines)" if self.machine else "")
+        return f"{self.num_decode} together" + (", mixed chunks" if self.enable_mixed_chunk else "")
 
     @property
-    def simplicity(self) -> tuple[bool, bool, str]:
+    def simplicity(self) -> tuple[bool, bool]:
         """A key to sort by: the smaller it is, the simpler the fleet is to run."""
-        return self.splits, bool(self.enable_mixed_chunk), self.machine
+        return self.splits, bool(self.enable_mixed_chunk)
 
 
-def candidates(nodes: range, machines: Sequence[str]) -> list[Candidate]:
-    """Every split of so many nodes, and the same machines together, with mixed chunks and without.
-
-    `machines` are those on which nodes may do both: prefill and decode where these differ, else one without a name.
-    """
+def candidates(nodes: range) -> list[Candidate]:
+    """Every split of so many nodes, and the same nodes together, with mixed chunks and without."""
     found: list[Candidate] = []
     for num in nodes:
-        for machine in machines:
-            for mixed in (False, True):
-                together = Candidate(num_prefill=0, num_decode=num, enable_mixed_chunk=mixed, machine=machine)
-                found.append(together)
+        for mixed in (False, True):
+            found += [Candidate(num_prefill=0, num_decode=num, enable_mixed_chunk=mixed)]
         found += [Candidate(num_prefill=num_p, num_decode=num - num_p) for num_p in range(1, num)]
     return found

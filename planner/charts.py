@@ -58,7 +58,7 @@ def draw(answer: Answer) -> str:
     num_nodes = attrgetter("num_nodes")
     by_nodes = [list(of) for _, of in groupby(sorted(answer.candidates, key=num_nodes), key=num_nodes)]
     shown = _shown(answer)
-    heights = [PLOT_IN] * len(by_nodes) + [ROW_IN * len(shown) + 0.6] * 4
+    heights = [PLOT_IN] * len(by_nodes) + [ROW_IN * len(shown) + 0.6] * 3
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained")
         axes = iter(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
@@ -68,7 +68,6 @@ def draw(answer: Answer) -> str:
         _latencies(next(axes), "Time to first token, s", shown, "ttft_s", slo.ttft_s)
         _latencies(next(axes), "Time between tokens, s", shown, "itl_s", slo.itl_s)
         _stages(next(axes), shown)
-        _busy(next(axes), shown)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
@@ -132,18 +131,6 @@ def _stages(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:
     if names:
         axes.legend(ncols=4)
     _name_rows(axes, shown)
-
-
-def _busy(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:
-    """Of the devices of each fleet, and of the busiest link."""
-    for row, one in enumerate(shown):
-        for at, (name, color) in enumerate(_BUSY_COLORS.items()):
-            axes.barh(row + 0.2 * (at - 1.5), one.now.busy.get(name, 0.0), height=0.18, color=color)
-    axes.set(title="Busy: prefill blue, decode orange, both roles green, link grey", xlim=(0, 1))
-    _name_rows(axes, shown)
-
-
-_BUSY_COLORS = {"prefill": "C0", "decode": "C1", "together": "C2", "link": "grey"}
 
 
 def _name_rows(axes: Axes, shown: Sequence[CandidateAnswer]) -> None:

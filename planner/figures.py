@@ -53,20 +53,16 @@ def arrival_seconds(arrivals: Sequence[float]) -> float:
     return (arrivals[-1] - arrivals[0]) * (gaps + 1) / gaps if gaps else 0.0
 
 
-def distribution(values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Distribution:
-    """Of values, each of which counts as much if there are no weights. Of no value everything is infinite."""
+def distribution(values: npt.ArrayLike) -> Distribution:
+    """Of values. Of no value everything is infinite."""
     values = np.asarray(values, dtype=float)
     if not values.size:
         return Distribution(mean=math.inf, p50=math.inf, p90=math.inf, p99=math.inf)
-    each = np.ones(values.size) if weights is None else np.asarray(weights)
-    p50, p90, p99 = (quantile(values, each, share) for share in (0.5, 0.9, 0.99))
-    return Distribution(mean=float(np.average(values, weights=each)), p50=p50, p90=p90, p99=p99)
+    p50, p90, p99 = (quantile(values, share) for share in (0.5, 0.9, 0.99))
+    return Distribution(mean=float(values.mean()), p50=p50, p90=p90, p99=p99)
 
 
-def quantile(values: npt.ArrayLike, weights: npt.ArrayLike, share: float) -> float:
-    """The smallest of the values that this share of the weights is not above."""
-    values = np.asarray(values, dtype=float)
-    order = np.argsort(values, kind="stable")
-    below = np.cumsum(np.asarray(weights)[order])
-    at = int(np.searchsorted(below, share * below[-1] * (1 - 1e-12)))
-    return float(values[order[min(at, len(order) - 1)]])
+def quantile(values: npt.ArrayLike, share: float) -> float:
+    """The smallest of the values that at least this share of them are not above."""
+    ordered = np.sort(np.asarray(values, dtype=float))
+    return float(ordered[max(0, math.ceil(share * len(ordered) * (1 - 1e-12)) - 1)])

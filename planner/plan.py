@@ -51,10 +51,9 @@ def build_parser() -> FlagParser:
         allow_abbrev=False,
     )
     machines = parser.add_argument_group("machines")
-    machines.add_argument("--profile", type=Path, metavar="FILE", help="of every node")
-    for role in ("prefill", "decode"):
-        words = f"of a {role} node, where they differ"
-        machines.add_argument(f"--{role}-profile", type=Path, metavar="FILE", help=words)
+    machines.add_argument(
+        "--profile", type=Path, required=True, metavar="FILE", help="of every node; --measure makes one"
+    )
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--trace", type=Path, metavar="FILE", help="of recorded requests, or the router's own log"
@@ -70,8 +69,8 @@ def build_parser() -> FlagParser:
         "--output", metavar="MEDIAN:P99", help="without a trace: tokens of answers, in the same way"
     )
     traffic.add_argument("--requests", type=whole(20, 1_000_000), default=800, metavar="N",
-        help="that count for each candidate and rate, at most: of a longer trace, windows that are drawn from all "
-        "of it (default: 800)")  # fmt: skip
+        help="that count for each candidate and rate, at most: of a longer trace, those that follow each other "
+        "fastest (default: 800)")  # fmt: skip
     traffic.add_argument(
         "--seed", type=whole(0, 1 << 32), default=0, metavar="SEED", help="of all that is drawn"
     )
@@ -111,12 +110,7 @@ def node_range(text: str) -> range:
 
 
 def _check(args: Namespace) -> None:
-    """What depends on several flags."""
-    of_roles = [path for path in (args.prefill_profile, args.decode_profile) if path is not None]
-    if len(of_roles) == 1 or (args.profile is None) is not bool(of_roles):
-        raise ConfigError(
-            "it needs --profile, of every node, or --prefill-profile and --decode-profile; --measure makes one"
-        )
+    """What depends on several flags, on files and on packages."""
     if args.html is not None and str(args.html) == args.json:
         raise ConfigError(f"{args.html}: --json and --html need a file each")
     for path in (args.html, None if args.json in (None, "-") else Path(args.json)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,21 +11,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from planner.answer import Answer, CandidateAnswer, Effort, Machine, Question, Verdict
+from planner.answer import Answer, CandidateAnswer, Question, Verdict
 from planner.candidate import Candidate, candidates
 from planner.figures import Slo, quantile
 from planner.plan_traffic import Traffic, traffic_of
 from planner.profile import Profile, load_profile
-from planner.sample import Setting, Trial, Trials
-from planner.search import Aim, Curve, choose, curve, tied_with_best
+from planner.sample import Aim, Setting, Trial, Trials
+from planner.search import Curve, choose, curve, tied_with_best
 from planner.simulate import Bottleneck, Run
 from planner.words import percent, rate, seconds
 from planner.workers import simulating
 
-LINE_EVERY = 20
-"""Simulations. So often a line says how far a plan is where stderr is no terminal."""
 MIN_TTFTS = 20
-"""A queue that grows must be seen to: a window is to last as long as so many SLOs on TTFT."""
+"""A queue that grows must be seen to: the traffic is to last as long as so many SLOs on TTFT."""
 _WHAT_BOUNDS = {
     Bottleneck.PREFILL: "prompts that wait for prefill or are long in it",
     Bottleneck.DECODE_COMPUTE: "decode steps that take too long",
@@ -40,8 +37,9 @@ _WHAT_BOUNDS = {
 class Asked:
     """Everything that was asked, read and checked."""
 
-    profiles: tuple[tuple[Path, Profile], ...]
-    """One for all nodes, or those of prefill and of decode nodes."""
+    path: Path
+    """The profile's file."""
+    profile: Profile
     traffic: Traffic
     aim: Aim
     nodes: range
@@ -49,30 +47,16 @@ class Asked:
     @property
     def setting(self) -> Setting:
         """What all simulations share."""
-        return Setting(
-            windows=self.traffic.windows,
-            prefill=self.profiles[0][1],
-            decode=self.profiles[-1][1],
-            slo=self.aim.slo,
-        )
-
-    def candidates(self, nodes: range) -> list[Candidate]:
-        """All fleets of so many nodes."""
-        return candidates(nodes, ("",) if len(self.profiles) == 1 else ("prefill", "decode"))
+        return Setting(traffic=self.traffic, profile=self.profile, aim=self.aim)
 
 
 def question_of(args: Namespace) -> Asked:
     """Read the files that the flags name. Raises ConfigError."""
-    names = ("profile",) if args.profile is not None else ("prefill_profile", "decode_profile")
-    profiles = tuple(
-        (path, load_profile(path, f"--{name.replace('_', '-')}"))
-        for name, path in ((name, getattr(args, name)) for name in names)
-    )
-    cache_tokens = args.nodes[-1] * max(profile.node.pool_tokens for _, profile in profiles)
     slo = Slo(ttft_s=args.slo_ttft_ms / 1000, itl_s=args.slo_itl_ms / 1000)
     return Asked(
-        profiles=profiles,
-        traffic=traffic_of(args, cache_tokens),
+        path=args.profile,
+        profile=load_profile(args.profile),
+        traffic=traffic_of(args),
         aim=Aim(slo=slo, good_share=args.good_share),
         nodes=args.nodes,
     )
@@ -82,17 +66,10 @@ async def solve(asked: Asked, num_jobs: int, console: Console) -> Answer:
     """Simulate in processes of their own and show progress. Raises ConfigError and WorkerDied."""
     async with simulating(asked.setting, num_jobs) as simulate:
         with console.status("") as status:
-            num_runs, cpu_s = 0, 0.0
 
             async def run(trial: Trial) -> Run:
-                nonlocal num_runs, cpu_s
-                done = await simulate(trial)
-                num_runs, cpu_s = num_runs + 1, cpu_s + done.cpu_s
-                words = f"{num_runs} simulations, {cpu_s:.0f} s of CPU; now {trial.candidate.name}"
-                status.update(words)
-                if not console.is_terminal and num_runs % LINE_EVERY == 0:
-                    console.print(words)
-                return done
+                status.update(f"{trial.candidate.name} at {rate(trial.load * asked.traffic.rate)}")
+                return await simulate(trial)
 
             return await answer_by(asked, run, console.print)
 
@@ -101,59 +78,37 @@ async def answer_by(
     asked: Asked, run: Callable[[Trial], Awaitable[Run]], report: Callable[[str], None]
 ) -> Answer:
     """The answer, from trials that `run` simulates."""
-    started, aim = time.monotonic(), asked.aim
     trials = Trials(asked.setting, run)
 
     async def searched(candidate: Candidate) -> Curve:
-        found = await curve(trials, candidate, aim)
+        found = await curve(trials, candidate)
         report(f"{candidate.name}: up to {rate(found.most)}")
         return found
 
-    curves = await asyncio.gather(*map(searched, asked.candidates(asked.nodes)))
+    curves = await asyncio.gather(*map(searched, candidates(asked.nodes)))
     best, verdict = await _verdict(trials, curves)
-    made = trials.made
     return Answer(
-        question=_question(asked),
-        candidates=tuple(_candidate(asked, one) for one in curves),
+        question=Question(
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            traffic=asked.traffic.record,
+            slo=asked.aim.slo,
+            good_share=asked.aim.good_share,
+            profile=str(asked.path),
+            measured=asked.profile.measured,
+        ),
+        candidates=tuple(map(_candidate, curves)),
         verdict=verdict,
         remarks=tuple(_remarks(asked, best)),
-        effort=Effort(
-            seconds=time.monotonic() - started,
-            cpu_s=sum(one.cpu_s for one in made),
-            num_simulations=len(made),
-            num_simulated_reqs=sum(len(one.served) for one in made),
-        ),
     )
 
 
-def _question(asked: Asked) -> Question:
-    roles = ("both",) if len(asked.profiles) == 1 else ("prefill", "decode")
-    return Question(
-        at=datetime.now(UTC).isoformat(timespec="seconds"),
-        traffic=asked.traffic.record,
-        slo=asked.aim.slo,
-        good_share=asked.aim.good_share,
-        machines=tuple(
-            Machine(
-                role=role,
-                profile=str(path),
-                measured=profile.measured,
-            )
-            for role, (path, profile) in zip(roles, asked.profiles, strict=True)
-        ),
-    )
-
-
-def _candidate(asked: Asked, one: Curve) -> CandidateAnswer:
-    fleet, aim, mixed = one.candidate, asked.aim, one.candidate.enable_mixed_chunk
-    if mixed is None:
-        mixed = asked.profiles[-1][1].node.schedule_options.enable_mixed_chunk
+def _candidate(one: Curve) -> CandidateAnswer:
+    fleet = one.candidate
     return CandidateAnswer(
         name=fleet.name,
         num_prefill=fleet.num_prefill,
         num_decode=fleet.num_decode,
-        enable_mixed_chunk=mixed,
-        points=tuple(sample.point(aim.slo, aim.good_share) for sample in one.samples),
+        points=tuple(sample.point() for sample in one.samples),
         max_rate=one.max_rate,
         max_rate_is_bound=one.is_bound,
     )
@@ -161,25 +116,19 @@ def _candidate(asked: Asked, one: Curve) -> CandidateAnswer:
 
 def _remarks(asked: Asked, best: Curve) -> Iterator[str]:
     """What makes the answer doubtful."""
-    for path, profile in asked.profiles:
-        yield from (f"{path}: {remark}" for remark in profile.measured.remarks)
+    yield from (f"{asked.path}: {remark}" for remark in asked.profile.measured.remarks)
     yield from asked.traffic.remarks
-    for path, profile in asked.profiles:
-        limit = profile.node.context_length
-        num_long = sum(one.input_len + one.output_len > limit for one in asked.traffic.requests)
-        if num_long:
-            yield (
-                f"Requests that are longer than the {limit} tokens of context of {path}: {num_long}. They fail on "
-                "every such node."
-            )
-    name, ttft_s, share = best.candidate.name, asked.aim.slo.ttft_s, best.point().good_share
-    load = max(best.most / asked.setting.rate, 1.0)
-    shortest_s = min(window.requests[-1].at_s for window in asked.traffic.windows) / load
+    limit = asked.profile.node.context_length
+    num_long = sum(one.input_len + one.output_len > limit for one in asked.traffic.counted)
+    if num_long:
+        yield f"{num_long} requests fail on every node: they are longer than its context of {limit} tokens."
+    name, ttft_s, share = best.candidate.name, asked.aim.slo.ttft_s, best.now.point().good_share
+    shortest_s = asked.traffic.seconds / max(best.most / asked.traffic.rate, 1.0)
     if shortest_s < MIN_TTFTS * ttft_s:
         yield (
-            f"At the highest rate of {name} the shortest window of the traffic lasts {shortest_s:.3g} s, which is "
-            f"not long beside an SLO of {ttft_s:.3g} s on TTFT: queues that would grow on have no time to, so rates "
-            "and goodput are too high. More requests (--requests, or a longer trace) help."
+            f"At the highest rate of {name} the traffic lasts {shortest_s:.3g} s, which is not long beside an SLO of "
+            f"{ttft_s:.3g} s on TTFT: queues that would grow on have no time to, so rates and goodput are too high. "
+            "More requests (--requests, or a longer trace) help."
         )
     if share.low < asked.aim.good_share <= share.high:
         yield (
@@ -198,7 +147,7 @@ async def _verdict(trials: Trials, curves: Sequence[Curve]) -> tuple[Curve, Verd
     return best, Verdict(
         best=best.candidate.name,
         splits=best.candidate.splits,
-        meets=best.meets,
+        meets=best.now.meets,
         tied_with=tuple(tied_with),
         headline=_headline(best),
         reasons=tuple(_reasons(best, curves, tied_with)),
@@ -206,23 +155,24 @@ async def _verdict(trials: Trials, curves: Sequence[Curve]) -> tuple[Curve, Verd
 
 
 def _headline(best: Curve) -> str:
-    point, name = best.point(), best.candidate.name
-    if best.meets:
+    point, name, wanted = best.now.point(), best.candidate.name, best.now.setting.aim.good_share
+    if best.now.meets:
         advice = f"Split: {name}" if best.candidate.splits else f"Do not split: {name}"
         return f"{advice} serves {percent(point.good_share)} of {rate(point.rate)} within both SLOs."
     return (
-        f"None of these fleets meets the SLOs for {best.aim.good_share:.0%} of {rate(point.rate)}; {name} is "
+        f"None of these fleets meets the SLOs for {wanted:.0%} of {rate(point.rate)}; {name} is "
         f"nearest, with {percent(point.good_share)}. {_how_far(best)}"
     )
 
 
 def _how_far(best: Curve) -> str:
     """By how much an SLO is missed."""
-    point, slo, share, now = best.point(), best.aim.slo, best.aim.good_share, best.now
+    now, point = best.now, best.now.point()
+    slo, share = now.setting.aim.slo, now.setting.aim.good_share
     if point.slo_factor is None:
         return f"{point.num_failed} of {point.num_reqs} requests fail, so no SLO would be met."
     found = (("TTFT", now.ttft_s, slo.ttft_s), ("ITL", now.itl_s, slo.itl_s))
-    within = [(name, quantile(values, now.weights, share), bound) for name, values, bound in found]
+    within = [(name, quantile(values, share), bound) for name, values, bound in found]
     missed = [
         f"{share:.0%} of the requests have {name} within {seconds(value)}, {value / bound - 1:.0%} over the SLO"
         for name, value, bound in within
@@ -244,7 +194,7 @@ def _reasons(best: Curve, curves: Sequence[Curve], tied_with: Sequence[str]) -> 
     if rivals:
         yield f"The best {kind}: {_reach(_highest(rivals))}"
     elif others:  # the best is one node, which nothing splits
-        meeting = [one for one in others if one.meets]
+        meeting = [one for one in others if one.now.meets]
         least = min((one.candidate.num_nodes for one in meeting), default=0)
         rival = _highest([one for one in meeting if one.candidate.num_nodes == least] or others)
         nearest = f"No {kind} meets the SLOs; the nearest"
@@ -254,11 +204,11 @@ def _reasons(best: Curve, curves: Sequence[Curve], tied_with: Sequence[str]) -> 
 
 def _highest(curves: Sequence[Curve]) -> Curve:
     """That with the highest rate; if none has one, the nearest to the SLOs."""
-    return max(curves, key=lambda one: (one.most, -one.slo_factor))
+    return max(curves, key=lambda one: (one.most, -one.now.slo_factor))
 
 
 def _reach(one: Curve) -> str:
-    point, name, share = one.point(), one.candidate.name, one.aim.good_share
+    point, name, share = one.now.point(), one.candidate.name, one.now.setting.aim.good_share
     held = Bottleneck(point.bottleneck)
     why = f" What holds it back there: {_WHAT_BOUNDS[held]}." if held in _WHAT_BOUNDS else ""
     now = f"{percent(point.good_share)} of the requests are good at {rate(point.rate)}."

@@ -1,74 +1,89 @@
-"""The traffic that a plan is made for: windows of a trace, or of requests that are drawn from distributions."""
+"""The traffic that a plan is made for: a trace, the busiest part of a long one, or requests that are drawn."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 from planner import answer
 from planner.figures import arrival_seconds, distribution
 from planner.traffic.distribution import Lengths, drawn_trace
 from planner.traffic.reading import TraceFormat, read_trace
 from planner.traffic.trace import SimRequest, Trace, shared_tokens
-from planner.traffic.windows import Window, draw_windows, whole_window
 from shared.errors import ConfigError
-
-NUM_WINDOWS = 6
-"""Of a trace that is longer than what is simulated."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests in windows, each of which is simulated on its own."""
+    """Requests in order of arrival, from 0 s on."""
 
-    windows: tuple[Window, ...]
+    requests: tuple[SimRequest, ...]
     source: str
     remarks: tuple[str, ...] = ()
+    num_warmup: int = 0
+    """The first so many fill caches and queues, and do not count."""
 
     @property
-    def requests(self) -> list[SimRequest]:
-        """Those that count."""
-        return [one for window in self.windows for one in window.requests if window.counts(one)]
+    def counted(self) -> tuple[SimRequest, ...]:
+        """The requests that count."""
+        return self.requests[self.num_warmup :]
 
     @cached_property
+    def seconds(self) -> float:
+        """In which the requests that count arrive."""
+        return arrival_seconds([request.at_s for request in self.counted])
+
+    @property
+    def rate(self) -> float:
+        """Requests a second, of those that count."""
+        return len(self.counted) / self.seconds
+
+    @property
     def record(self) -> answer.Traffic:
         """What an answer says of it."""
-        requests = self.requests
-        all_tokens = sum(one.input_len for window in self.windows for one in window.requests)
         return answer.Traffic(
             source=self.source,
-            rate=self.windows[0].trace_rate,
-            num_reqs=len(requests),
-            prompt_tokens=distribution([request.input_len for request in requests]),
-            output_tokens=distribution([request.output_len for request in requests]),
-            reused_share=sum(shared_tokens(window.requests) for window in self.windows) / all_tokens,
+            rate=self.rate,
+            num_reqs=len(self.counted),
+            prompt_tokens=distribution([request.input_len for request in self.counted]),
+            output_tokens=distribution([request.output_len for request in self.counted]),
+            reused_share=shared_tokens(self.requests) / sum(request.input_len for request in self.requests),
         )
 
 
-def traffic_of(args: Namespace, cache_tokens: int) -> Traffic:
-    """The traffic that the flags name, for fleets whose KV pools hold `cache_tokens`. Raises ConfigError."""
+def traffic_of(args: Namespace) -> Traffic:
+    """The traffic that the flags name. Raises ConfigError."""
     trace, source = _trace(args)
-    requests = trace.requests
-    if not arrival_seconds([request.at_s for request in requests]):
-        raise ConfigError(f"{source} has one request, and a plan needs a rate, which takes two at least")
-    windows = [whole_window(requests)]
-    if len(requests) > args.requests:
-        window_s = args.requests / NUM_WINDOWS / windows[0].trace_rate
-        windows = draw_windows(
-            requests,
-            cache_tokens=cache_tokens,
-            num_windows=NUM_WINDOWS,
-            window_s=window_s,
-            min_warmup_s=min(30.0, window_s),
-            max_warmup_s=4 * window_s,
-            tail_s=min(30.0, window_s / 2),
-            seed=args.seed,
+    start = busiest(trace.requests, args.requests)
+    first = max(0, start - args.requests)
+    part = trace.requests[first : start + args.requests]
+    traffic = Traffic(
+        tuple(replace(one, at_s=one.at_s - part[0].at_s) for one in part), source, num_warmup=start - first
+    )
+    num = len(traffic.counted)
+    if not traffic.seconds:
+        raise ConfigError(
+            f"{source}: all {num} requests to plan for arrive at one time, and a plan needs a rate, which takes two "
+            "times at least"
         )
-        windows = [window for window in windows if any(map(window.counts, window.requests))]
-    return Traffic(tuple(windows), source, (*trace.remarks, *_remarks(windows, requests)))
+    remarks = trace.remarks
+    if num < len(trace.requests):
+        remarks += (
+            f"Of the {len(trace.requests)} requests, the {num} that follow each other fastest stand for all, after "
+            f"{traffic.num_warmup} that fill caches and queues: the plan is for that rate.",
+        )
+    return replace(traffic, remarks=remarks)
+
+
+def busiest(requests: Sequence[SimRequest], num: int) -> int:
+    """The first of the `num` requests that arrive within the shortest time; 0 where there are no more than these.
+
+    `requests` are in order of arrival.
+    """
+    starts = range(len(requests) - num + 1)
+    return min(starts, key=lambda at: requests[at + num - 1].at_s - requests[at].at_s, default=0)
 
 
 def _trace(args: Namespace) -> tuple[Trace, str]:
@@ -86,19 +101,3 @@ def _trace(args: Namespace) -> tuple[Trace, str]:
         rate=args.rate, prompt=prompt, output=output, num_requests=args.requests, seed=args.seed
     )
     return trace, f"--rate {args.rate:g} --prompt {args.prompt} --output {args.output}"
-
-
-def _remarks(windows: Sequence[Window], requests: Sequence[SimRequest]) -> list[str]:
-    remarks = []
-    if len(windows) > 1:
-        counted = chain.from_iterable(filter(window.counts, window.requests) for window in windows)
-        remarks.append(
-            f"Of the {len(requests)} requests, {sum(1 for _ in counted)} in {len(windows)} windows stand for all; "
-            "the intervals say how far that may mislead."
-        )
-    if cold := sum(not window.is_warm for window in windows):
-        remarks.append(
-            f"In {cold} of {len(windows)} windows the caches are not as full as they would be, so less reuse is "
-            "planned than there is."
-        )
-    return remarks

@@ -129,8 +129,8 @@ class _Versioned(msgspec.Struct):
     schema_version: int
 
 
-def load_profile(path: Path, flag: str = "--profile") -> Profile:
-    """Read a profile. Raises ConfigError that names `flag`, the file, the field and its limits."""
+def load_profile(path: Path) -> Profile:
+    """Read a profile. Raises ConfigError that names the file, the field and its limits."""
     try:
         text = path.read_bytes()
         version = msgspec.json.decode(text, type=_Versioned).schema_version
@@ -142,11 +142,11 @@ def load_profile(path: Path, flag: str = "--profile") -> Profile:
         profile = msgspec.json.decode(text, type=Profile)
         _check(profile)
     except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
+        raise ConfigError(f"--profile {path}: {error.strerror}") from None
     except (ConfigError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{flag} {path}: {error}") from None
+        raise ConfigError(f"--profile {path}: {error}") from None
     except RecursionError:
-        raise ConfigError(f"{flag} {path}: its JSON is nested too deeply") from None
+        raise ConfigError(f"--profile {path}: its JSON is nested too deeply") from None
     return profile
 
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.answer import Estimate, Point
+from planner.answer import Estimate
 from planner.candidate import Candidate
-from planner.figures import Slo
 from planner.sample import Sample, Trials, difference, estimate
 
 STEPS = 8
@@ -26,24 +25,11 @@ NEARLY = 1.05
 """Candidates that all miss the SLOs are as near to them if their slo_factor differs by no more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Aim:
-    """What a fleet is to reach."""
-
-    slo: Slo
-    good_share: float
-
-    def is_met_by(self, sample: Sample) -> bool:
-        """Whether enough requests meet both SLOs."""
-        return sample.good_share(self.slo) >= self.good_share
-
-
 @dataclass(frozen=True)
 class Curve:
     """What one candidate did at each rate that was tried."""
 
     candidate: Candidate
-    aim: Aim
     samples: tuple[Sample, ...]
     """Ascending loads, one of them 1."""
 
@@ -52,23 +38,13 @@ class Curve:
         """The sample at the rate of the traffic."""
         return next(sample for sample in self.samples if sample.load == 1.0)
 
-    def point(self) -> Point:
-        """At the rate of the traffic, as an answer says it."""
-        return self.now.point(self.aim.slo, self.aim.good_share)
-
-    @property
-    def meets(self) -> bool:
-        """Whether the aim is met at the rate of the traffic."""
-        return self.aim.is_met_by(self.now)
-
     @cached_property
     def max_rate(self) -> Estimate | None:
         """The highest rate at which enough requests meet both SLOs; its interval is that of the shares around it."""
-        shares = [estimate(sample.good_parts(self.aim.slo)) for sample in self.samples]
+        shares = [estimate(sample.good) for sample in self.samples]
         rates = [sample.rate for sample in self.samples]
-        value = crossing(
-            [(rate, share.value) for rate, share in zip(rates, shares, strict=True)], self.aim.good_share
-        )
+        points = [(rate, share.value) for rate, share in zip(rates, shares, strict=True)]
+        value = crossing(points, self.now.setting.aim.good_share)
         if value is None or value == rates[-1]:
             return None if value is None else Estimate(value=value, low=value, high=value)
         above = bisect_right(rates, value)
@@ -86,12 +62,7 @@ class Curve:
     @property
     def is_bound(self) -> bool:
         """Whether enough requests meet both SLOs at the highest rate that was tried, so `max_rate` may be higher."""
-        return self.aim.is_met_by(self.samples[-1])
-
-    @property
-    def slo_factor(self) -> float:
-        """What both SLOs must be multiplied by to be met at the rate of the traffic; infinite if none is enough."""
-        return self.now.slo_factor(self.aim.slo, self.aim.good_share)
+        return self.samples[-1].meets
 
 
 def crossing(points: Sequence[tuple[float, float]], bound: float) -> float | None:
@@ -109,7 +80,7 @@ def crossing(points: Sequence[tuple[float, float]], bound: float) -> float | Non
     return None
 
 
-async def curve(trials: Trials, candidate: Candidate, aim: Aim) -> Curve:
+async def curve(trials: Trials, candidate: Candidate) -> Curve:
     """The candidate at the rate of the traffic, and around the highest rate that it serves within the aim.
 
     That rate is searched by doubled or halved rates, and then by bisection to a step of the grid.
@@ -119,7 +90,7 @@ async def curve(trials: Trials, candidate: Candidate, aim: Aim) -> Curve:
 
     async def meets(step: int) -> bool:
         samples[step] = await trials.sample(candidate, STEP**step)
-        return aim.is_met_by(samples[step])
+        return samples[step].meets
 
     low = high = 0
     if await meets(0):
@@ -133,7 +104,7 @@ async def curve(trials: Trials, candidate: Candidate, aim: Aim) -> Curve:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if await meets(middle) else (low, middle)
-    return Curve(candidate, aim, tuple(samples[step] for step in sorted(samples)))
+    return Curve(candidate, tuple(samples[step] for step in sorted(samples)))
 
 
 # -------------------------------------------------------------------------------------------------- the best
@@ -143,19 +114,16 @@ async def tied_with_best(trials: Trials, curves: Sequence[Curve]) -> list[Curve]
     A curve is tied with the one of the highest rate if, at a rate that only just is too much for that one, its good
     share differs by no more than noise.
     """
-    slo = curves[0].aim.slo
     best = max(curves, key=lambda one: one.most)
     if not best.max_rate:
-        least = min(one.slo_factor for one in curves)
-        near = [one for one in curves if one.slo_factor <= NEARLY * least]
-        return sorted(near, key=lambda one: (*one.candidate.simplicity, one.slo_factor))
+        return nearest(curves)
     too_much = next((s for s in best.samples if s.rate > best.most), best.samples[-1])
 
     async def ties(one: Curve) -> bool:
         if one is best or one.most * NEARLY >= best.most:
             return True
         ours = await trials.sample(one.candidate, too_much.load)
-        return not difference(too_much.good_parts(slo), ours.good_parts(slo)).is_more_than_noise
+        return not difference(too_much.good, ours.good).is_more_than_noise
 
     able = [one for one in curves if one.max_rate]
     tied = [one for one, is_tied in zip(able, await asyncio.gather(*map(ties, able)), strict=True) if is_tied]
@@ -168,13 +136,17 @@ async def choose(trials: Trials, curves: Sequence[Curve]) -> Curve:
     If those that have most cannot be told apart, for example where no request meets the SLOs, it is the one that
     comes nearest to them.
     """
-    meeting = [one for one in curves if one.meets]
+    meeting = [one for one in curves if one.now.meets]
     if meeting:
         least = min(one.candidate.num_nodes for one in meeting)
         return (await tied_with_best(trials, [one for one in meeting if one.candidate.num_nodes == least]))[0]
-    slo = curves[0].aim.slo
-    most_good = max(curves, key=lambda one: one.now.good_share(slo)).now.good_parts(slo)
-    tied = [one for one in curves if not difference(most_good, one.now.good_parts(slo)).is_more_than_noise]
-    nearest = min(one.slo_factor for one in tied)
-    near = [one for one in tied if one.slo_factor <= NEARLY * nearest]
-    return min(near, key=lambda one: (one.candidate.num_nodes, *one.candidate.simplicity, one.slo_factor))
+    most_good = max((one.now.good for one in curves), key=lambda good: good.mean)
+    tied = [one for one in curves if not difference(most_good, one.now.good).is_more_than_noise]
+    return min(nearest(tied), key=lambda one: one.candidate.num_nodes)
+
+
+def nearest(curves: Sequence[Curve]) -> list[Curve]:
+    """Those that are nearest to the SLOs, if all miss them, or nearly so; the simplest one comes first."""
+    least = min(one.now.slo_factor for one in curves)
+    near = [one for one in curves if one.now.slo_factor <= NEARLY * least]
+    return sorted(near, key=lambda one: (*one.candidate.simplicity, one.now.slo_factor))

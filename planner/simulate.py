@@ -1,13 +1,12 @@
 """One candidate under one workload: a simulated fleet, run to the end, and what its clients and its nodes saw.
 
-candidate, profiles ──▶ FleetShape ──▶ SimFleet.run ──▶ Run(what clients saw, busy shares, bottleneck)
+candidate, profile ──▶ FleetShape ──▶ SimFleet.run ──▶ Run(what clients saw, busy shares, bottleneck)
 
-All decisions are those of the real schedulers and of the real dispatcher. The profiles say what everything costs.
+All decisions are those of the real schedulers and of the real dispatcher. The profile says what everything costs.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
 from router.dispatch.policy import ttft
 from router.dispatch.stages import StartStage
-from shared.errors import ConfigError
 from shared.protocol.messages import Role
 
 FEW_MISSES = 0.01
@@ -66,30 +64,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[StartStage, float]
     """Mean seconds of each stage up to the second token, over requests of which every stage is known."""
     bottleneck: Bottleneck
-    cpu_s: float
-    """What the simulation itself took, in CPU seconds."""
 
 
 def simulate(
-    candidate: Candidate,
-    requests: Sequence[SimRequest],
-    *,
-    prefill: Profile,
-    decode: Profile,
-    slo: Slo,
-    seed: int = 0,
+    candidate: Candidate, requests: Sequence[SimRequest], *, profile: Profile, slo: Slo, seed: int = 0
 ) -> Run:
     """Send `requests`, in order of arrival, through the fleet of `candidate` and run it until all have ended.
 
-    `prefill` and `decode` are the machines of the two fleets; where the candidate does not split, every node is one
-    of `decode`. Requests that a fleet refuses, or cuts short, count as failed. The same arguments give the same run.
-    Raises ConfigError if pages of one profile's nodes do not fit into the other's, or without requests.
+    Every node is one of `profile`, and `requests` are not empty. Requests that a fleet refuses, or cuts short, count
+    as failed. The same arguments give the same run.
     """
-    if not requests:
-        raise ConfigError("a simulation needs at least one request")
-    started = time.process_time()
-    shape = fleet_shape(candidate, prefill, decode)
-    fleet = SimFleet(shape, prefill.forward, decode_costs=decode.forward, seed=seed)
+    fleet = SimFleet(fleet_shape(candidate, profile), profile.forward, seed=seed)
     fleet.submit(requests)
     fleet.run(until=requests[-1].at_s)
     seconds = fleet.loop.now - requests[0].at_s
@@ -112,45 +97,15 @@ def simulate(
         cached_share=sum(outcome.cached_tokens for outcome in done) / prompt_tokens,
         stages_s=_mean_stages(done),
         bottleneck=_bottleneck(done, served, num_failed, slo),
-        cpu_s=time.process_time() - started,
     )
 
 
-def fleet_shape(candidate: Candidate, prefill: Profile, decode: Profile) -> FleetShape:
-    """The simulated fleet of a candidate on these machines."""
-    if candidate.splits:
-        for name in ("page_size", "kv_bytes_per_token"):
-            ours, theirs = getattr(prefill.node, name), getattr(decode.node, name)
-            if ours != theirs:
-                raise ConfigError(
-                    f"pages move between nodes of one layout only: {name} is {ours} in the profile of the prefill "
-                    f"nodes ({prefill.measured.machine}) and {theirs} in that of the decode nodes "
-                    f"({decode.measured.machine})"
-                )
-    message_s = max(prefill.transfer.message_s, decode.transfer.message_s)
-    network = NetworkModel(
-        bandwidth_bytes_s=min(prefill.transfer.bandwidth_bytes_s, decode.transfer.bandwidth_bytes_s),
-        latency_s=(message_s, message_s),
-        pages_latency_s=max(prefill.transfer.latency_s, decode.transfer.latency_s),
-    )
-    return FleetShape(
-        num_prefill=candidate.num_prefill,
-        num_decode=candidate.num_decode,
-        prefill=_node_shape(candidate, prefill),
-        decode=_node_shape(candidate, decode),
-        network=network,
-        router=decode.router,
-        local_prefill_tokens=candidate.local_prefill_tokens,
-        prefill_policy=ttft,
-        decode_policy=ttft,
-    )
-
-
-def _node_shape(candidate: Candidate, profile: Profile) -> NodeShape:
-    node, schedule = profile.node, profile.node.schedule_options
+def fleet_shape(candidate: Candidate, profile: Profile) -> FleetShape:
+    """The simulated fleet of a candidate, of nodes of this profile."""
+    node, schedule, transfer = profile.node, profile.node.schedule_options, profile.transfer
     if candidate.enable_mixed_chunk is not None:
         schedule = replace(schedule, enable_mixed_chunk=candidate.enable_mixed_chunk)
-    return NodeShape(
+    shape = NodeShape(
         pool_tokens=node.pool_tokens,
         page_size=node.page_size,
         context_length=node.context_length,
@@ -158,6 +113,21 @@ def _node_shape(candidate: Candidate, profile: Profile) -> NodeShape:
         disable_radix_cache=node.disable_radix_cache,
         host_kv_tokens=node.host_kv_tokens,
         schedule=schedule,
+    )
+    return FleetShape(
+        num_prefill=candidate.num_prefill,
+        num_decode=candidate.num_decode,
+        prefill=shape,
+        decode=shape,
+        network=NetworkModel(
+            bandwidth_bytes_s=transfer.bandwidth_bytes_s,
+            latency_s=(transfer.message_s, transfer.message_s),
+            pages_latency_s=transfer.latency_s,
+        ),
+        router=profile.router,
+        local_prefill_tokens=candidate.local_prefill_tokens,
+        prefill_policy=ttft,
+        decode_policy=ttft,
     )
 
 

@@ -19,7 +19,7 @@ def print_answer(answer: Answer, console: Console | None = None) -> None:
     """Print it to stdout."""
     if console is None:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    verdict, effort = answer.verdict, answer.effort
+    verdict = answer.verdict
     console.print(Text(_question(answer)))
     console.print()
     console.print(_candidates(answer))
@@ -29,27 +29,17 @@ def print_answer(answer: Answer, console: Console | None = None) -> None:
         console.print(Text(line))
     for remark in answer.remarks:
         console.print(Text(f"Doubtful: {remark}", "yellow"))
-    took = (
-        f"{effort.num_simulations} simulations of {effort.num_simulated_reqs} requests took {effort.seconds:.0f} "
-        f"s, {1000 * effort.cpu_s / effort.num_simulated_reqs:.2g} ms of CPU a request."
-    )
-    console.print(Text(took, "dim"))
 
 
 def _question(answer: Answer) -> str:
     asked = answer.question
     traffic, slo = asked.traffic, asked.slo
     prompt, output = traffic.prompt_tokens, traffic.output_tokens
-    machines = ", ".join(
-        (f"{machine.role}: " if machine.role != "both" else "")
-        + f"{machine.measured.model} on {machine.measured.machine}"
-        for machine in asked.machines
-    )
     return (
         f"{traffic.source}: {traffic.rate:.3g} requests/s, prompts of {prompt.mean:.0f} tokens (p99 {prompt.p99:.0f},"
         f" {traffic.reused_share:.0%} reused), outputs of {output.mean:.0f} (p99 {output.p99:.0f})\n"
         f"SLOs: TTFT {_ms(slo.ttft_s)} ms and ITL {_ms(slo.itl_s)} ms, for {asked.good_share:.0%} of the requests\n"
-        f"{machines}"
+        f"{asked.measured.model} on {asked.measured.machine}"
     )
 
 

@@ -4,6 +4,5 @@ command      flags, and what the terminal shows
 phases       the phases one after the other, and the profile that they make
 forwards     prefill and decode on the real engine, under the real scheduler (`node_loop`)
 transfer     pages between two processes
-machine      who else uses this machine meanwhile
 fitting      from rounds to coefficients, residuals and remarks
 """

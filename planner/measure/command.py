@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from planner.profile import Profile, Residual
+from planner.profile import Profile
 from planner.words import HOW_TO_INSTALL, seconds
 from shared import cli
 from shared.errors import ConfigError
@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             raise ConfigError(f"{error.name} is missing: {HOW_TO_INSTALL}") from None
         with console.status("") as status:
-            progress = status.update if console.is_terminal else _lines(console)
-            profile = measure(config, on_progress=progress)
+            profile = measure(config, on_progress=status.update)
         profile.save(args.out)
     except (ConfigError, OSError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -66,46 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _lines(console: Console) -> Callable[[str], None]:
-    """Where there is no terminal: a line for every kind of thing that is measured, by the first word of it."""
-    told: set[str] = set()
-
-    def tell(what: str) -> None:
-        kind = what.split(" ", 1)[0]
-        if kind not in told:
-            told.add(kind)
-            console.print(what, highlight=False, soft_wrap=True)
-
-    return tell
-
-
 def show(profile: Profile, console: Console) -> None:
     """The costs in words, the worst residuals, and the remarks."""
     forward, node, transfer = profile.forward, profile.node, profile.transfer
     bandwidth = "any number of bytes" if transfer.bytes_s is None else f"{transfer.bytes_s / 1e9:.3g} GB/s"
+    chunk = node.chunked_prefill_size
     table = Table(title=f"{profile.measured.model} on {profile.measured.machine}", show_header=False)
-    for name, value in (
-        (
-            f"prompt of {node.chunked_prefill_size} tokens",
-            seconds(forward.extend_s([(0, node.chunked_prefill_size)])),
-        ),
-        ("decode step of one request over 1000 tokens", seconds(forward.decode_s(1, 1000))),
-        ("decode step of 16 requests over 1000 tokens each", seconds(forward.decode_s(16, 16_000))),
-        ("scheduler, a step of 16 requests", seconds(forward.host_s(16))),
-        ("transfer", f"{seconds(transfer.latency_s)} and {bandwidth}"),
-        ("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes"),
-        ("fit", _errors(profile.measured.residuals)),
-    ):
-        table.add_row(name, value)
+    table.add_row(f"prompt of {chunk} tokens", seconds(forward.extend_s([(0, chunk)])))
+    table.add_row("decode step of 16 requests over 1000 tokens each", seconds(forward.decode_s(16, 16_000)))
+    table.add_row("transfer", f"{seconds(transfer.latency_s)} and {bandwidth}")
+    table.add_row("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes")
+    worst = max(profile.measured.residuals, key=lambda one: abs(one.error))
+    table.add_row("fit", f"off by {worst.error:+.0%} at most ({worst.what})")
     console.print(table)
     for remark in profile.measured.remarks:
         console.print(f"Note: {remark}", style="yellow", highlight=False)
-
-
-def _errors(residuals: Sequence[Residual]) -> str:
-    """The mean and the worst error, in words."""
-    if not residuals:
-        return "no points"
-    worst = max(residuals, key=lambda one: abs(one.error))
-    mean = sum(abs(one.error) for one in residuals) / len(residuals)
-    return f"off by {mean:.0%} on average, at most {worst.error:+.0%} ({worst.what})"

@@ -17,6 +17,8 @@ from shared.protocol.messages import NodeLimits
 OnProgress = Callable[[str], None]
 """(what is measured)"""
 Spans = tuple[tuple[int, int], ...]
+_Rounds = defaultdict[tuple[str, tuple[float, ...]], list[float]]
+"""Seconds by what was measured and its row."""
 SHORTEST = 16
 """Tokens of the shortest prompt and context."""
 STEPS = 8
@@ -132,9 +134,9 @@ def measure_forwards(
     loop: NodeLoop, tasks: Sequence[Task], effort: MeasureLimits, on_progress: OnProgress
 ) -> Forwards:
     """Pass after pass over all tasks until the time is up. The first pass is dropped: it finds every cache cold."""
-    extends: defaultdict[tuple[str, Spans], list[float]] = defaultdict(list)
-    decodes: defaultdict[tuple[str, int, int], list[float]] = defaultdict(list)
-    hosts: defaultdict[int, list[float]] = defaultdict(list)
+    extends: _Rounds = defaultdict(list)
+    decodes: _Rounds = defaultdict(list)
+    hosts: _Rounds = defaultdict(list)
     begin = time.monotonic()
     for number in range(effort.max_passes + 1):
         if number > MIN_PASSES and time.monotonic() - begin > effort.engine_s:
@@ -147,21 +149,13 @@ def measure_forwards(
             one = forwards[len(forwards) // 2]  # the KV of a decode step grows with each, so this is the mean
             seconds = statistics.median(forward.seconds for forward in forwards)
             if one.extends:
-                extends[task.name, one.extends].append(seconds)
+                extends[task.name, extend_row(one.extends)].append(seconds)
             else:
-                decodes[task.name, one.batch, one.kv_tokens].append(seconds)
-            hosts[len(one.extends) + one.batch].append(statistics.median(f.host_s for f in forwards))
-    return Forwards(
-        extends=tuple(
-            Point(what=name, row=extend_row(spans), seconds=tuple(rounds))
-            for (name, spans), rounds in extends.items()
-        ),
-        decodes=tuple(
-            Point(what=name, row=(1, batch, kv_tokens), seconds=tuple(rounds))
-            for (name, batch, kv_tokens), rounds in decodes.items()
-        ),
-        hosts=tuple(
-            Point(what=f"scheduler {num}", row=(1, num), seconds=tuple(rounds))
-            for num, rounds in hosts.items()
-        ),
-    )
+                decodes[task.name, (1, one.batch, one.kv_tokens)].append(seconds)
+            num = len(one.extends) + one.batch
+            hosts[f"scheduler {num}", (1, num)].append(statistics.median(f.host_s for f in forwards))
+    return Forwards(extends=_points(extends), decodes=_points(decodes), hosts=_points(hosts))
+
+
+def _points(rounds: _Rounds) -> tuple[Point, ...]:
+    return tuple(Point(what=what, row=row, seconds=tuple(each)) for (what, row), each in rounds.items())

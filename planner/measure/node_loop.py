@@ -11,37 +11,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from decode_node.scheduler import DecodeScheduler
-from shared.config import NodeConfig
+from shared.config import NetOptions, NodeConfig
 from shared.engine.build import Engine
 from shared.engine.forward_stream import ForwardStream, GenerationBatchResult
-from shared.engine.loop_parts import NodeParts
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.node_process import SWITCH_INTERVAL_S
-from shared.engine.vitals import Vitals
-from shared.kvtransfer.endpoint import Endpoint
+from shared.engine.node_process import SWITCH_INTERVAL_S, node_parts, presence_of
 from shared.kvtransfer.layout import record_digest
-from shared.kvtransfer.sides import make_sides
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
-from shared.protocol.channel import ControlThread
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Decode,
-    NodeHello,
     NodeRef,
     ReqKey,
     Role,
     RouterHello,
     Work,
 )
-from shared.protocol.router_port import RouterPort
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import Handoff
 from shared.scheduling.commit import Sampled
@@ -76,7 +70,8 @@ class NodeLoop:
     """
 
     def __init__(self, config: NodeConfig, engine: Engine, *, clock: Clock = time.perf_counter) -> None:
-        self._switch_interval_s = sys.getswitchinterval()
+        self._exits = ExitStack()
+        self._exits.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._stream = _TimedStream(engine.stream, clock)
         self._clock = clock
@@ -85,34 +80,15 @@ class NodeLoop:
         self._num_reqs = 0
         self._ledger = engine.ledger
         self._vocab_size = engine.model_config.vocab_size
+        config = replace(config, net=NetOptions(router_timeout_s=float("inf")))
+        presence = self._exits.enter_context(presence_of(Role.DECODE, config, "127.0.0.1", None))
+        transports = make_transports(config.transfer, engine.pool.device)
         engine = replace(engine, stream=self._stream)
-        control = self._control = ControlThread()
-        port = control.bind("127.0.0.1", 0)
-        control.start()
-        node, wake = NodeRef("measured", "measured#1", f"tcp://127.0.0.1:{port}"), threading.Event()
-        vitals = Vitals(engine.ledger, engine.progress, engine.clock)
-        hello = NodeHello(node, Role.DECODE, engine.layout, engine.limits, {}, PROTOCOL_VERSION)
-        self._router_port = RouterPort(control.to_diallers, hello, vitals.load, wake, engine.clock)
-        endpoint = Endpoint(
-            node=node,
-            layout=engine.layout,
-            pages=engine.pool,
-            outbox=control.to_dialled,
-            transports=make_transports(config.transfer, engine.pool.device),
-            clock=engine.clock,
-            options=config.transfer,
-            wake=wake.set,
-        )
-        self._sides = make_sides(endpoint, control)
+        parts = node_parts(presence, config, engine, transports, threading.Event())
+        self._exits.callback(parts.transfer.close)
+        self._router_port = parts.router_port
         self._receiver = _InstantReceiver(engine.ledger.page_size)
-        parts = NodeParts(
-            config=replace(config, net=replace(config.net, router_timeout_s=float("inf"))),
-            engine=engine,
-            transfer=replace(self._sides, receiver=self._receiver),  # type: ignore[arg-type]
-            router_port=self._router_port,
-            vitals=vitals,
-            wake=wake,
-        )
+        parts = replace(parts, transfer=replace(parts.transfer, receiver=self._receiver))  # type: ignore[arg-type]
         self._scheduler = DecodeScheduler(parts)
         self._stream.launching = lambda: self._scheduler.batcher.last_batch
         self._hear(RouterHello(_ROUTER, PROTOCOL_VERSION))
@@ -151,10 +127,8 @@ class NodeLoop:
 
     def close(self) -> None:
         """End the scheduler; the engine goes on."""
-        sys.setswitchinterval(self._switch_interval_s)
         self._scheduler.close("measured")
-        self._sides.close()
-        self._control.close()
+        self._exits.close()
 
     def _ids(self, length: int) -> tuple[int, ...]:
         return tuple(self._random.integers(1, self._vocab_size, length).tolist())

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,6 @@ import torch
 
 from planner.measure.fitting import remarks_of
 from planner.measure.forwards import MeasureLimits, OnProgress, measure_forwards, tasks_of
-from planner.measure.machine import cpu_model, watched
 from planner.measure.node_loop import NodeLoop
 from planner.measure.transfer import MAX_NBYTES, Shape, measure_transfers
 from planner.profile import Measured, NodeKind, Profile, TransferCost
@@ -107,13 +107,12 @@ def measure_engine(
     )
     has_cache = not cache.disable_radix_cache
     tasks = tasks_of(engine.limits, chunk_tokens, layout.page_size, has_cache=has_cache, effort=effort)
-    remarks: list[str] = []
     closing = contextlib.closing
-    with closing(engine), closing(NodeLoop(config, engine)) as loop, watched("the engine", remarks):
+    with closing(engine), closing(NodeLoop(config, engine)) as loop:
         machine, device = _machine(engine), str(engine.pool.device)
         forwards = measure_forwards(loop, tasks, effort, on_progress)
     costs, residuals = forwards.fit()
-    remarks += remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
+    remarks = remarks_of((*forwards.extends, *forwards.decodes, *forwards.hosts), residuals)
     measured = Measured(
         at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         machine=machine,
@@ -135,5 +134,7 @@ def _machine(engine: Engine) -> str:
     device = engine.pool.device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
     num_cores = engine.cpu_cores.num_threads
-    return f"{cpu_model()}, {num_cores} core{'s' * (num_cores > 1)}"
+    return f"{named[0] if named else platform.machine()}, {num_cores} core{'s' * (num_cores > 1)}"

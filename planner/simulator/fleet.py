@@ -124,7 +124,6 @@ class SimFleet:
         shape: FleetShape,
         costs: CostModel,
         *,
-        decode_costs: CostModel | None = None,
         seed: int = 0,
         on_launch: OnLaunch | None = None,
         on_step: OnStep | None = None,
@@ -138,7 +137,7 @@ class SimFleet:
         self.num_refused = 0
         self.nodes: dict[str, SimNode] = {}
         self._shape = shape
-        self._costs = {Role.PREFILL: costs, Role.DECODE: decode_costs or costs}
+        self._costs = costs
         self._on_launch = on_launch
         self._on_step = on_step
         self._audits = audits
@@ -170,7 +169,7 @@ class SimFleet:
             name,
             role,
             self._shape.prefill if role is Role.PREFILL else self._shape.decode,
-            self._costs[role],
+            self._costs,
             self.loop,
             self.transport,
             self._token,

@@ -126,10 +126,6 @@ class _Reader:
             )
         arrivals.sort(key=lambda one: one.at_s)
         seconds = arrivals[-1].at_s - arrivals[0].at_s
-        if len(arrivals) > 1 and not seconds:
-            raise ConfigError(
-                f"all {len(arrivals)} requests arrive at the same time, and a plan needs the time of each"
-            )
         return Trace(
             requests=self._requests(arrivals, log.block_tokens or self._sizes[0]),
             remarks=(*log.remarks(), *self._remarks(len(arrivals), seconds)),

@@ -121,7 +121,7 @@ def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRol
         if net.http_port is not None:
             exits.enter_context(NodeHttp(net.http_host, net.http_port, status))
         while next_role is not None:
-            with _presence(next_role, config, advertised, fleet_key) as presence:
+            with presence_of(next_role, config, advertised, fleet_key) as presence:
                 if loaded is None:
                     loaded = _load(config, presence)
                     exits.callback(loaded.engine.close)
@@ -134,7 +134,7 @@ def _serve(role: Role, config: NodeConfig, builder_of: Callable[[Role], BuildRol
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Presence:
+class Presence:
     """What routers and other nodes see of this node in one role. In the next role it is another node to them."""
 
     role: Role
@@ -145,9 +145,9 @@ class _Presence:
 
 
 @contextmanager
-def _presence(
+def presence_of(
     role: Role, config: NodeConfig, advertised: str, fleet_key: FleetKey | None
-) -> Iterator[_Presence]:
+) -> Iterator[Presence]:
     """Take the control port and announce the node. Every connection is closed in the end."""
     net = config.net
     control = ControlThread(fleet_key)
@@ -158,7 +158,7 @@ def _presence(
         control.start()
         announcer = JoinAnnouncer(control, node, role, net.routers)
         try:
-            yield _Presence(role=role, node=node, port=port, control=control, announcer=announcer)
+            yield Presence(role=role, node=node, port=port, control=control, announcer=announcer)
         finally:
             announcer.stop()
     finally:
@@ -173,7 +173,7 @@ class _Loaded:
     transports: Transports
 
 
-def _load(config: NodeConfig, presence: _Presence) -> _Loaded:
+def _load(config: NodeConfig, presence: Presence) -> _Loaded:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_QUEUES)
     try:
         # Options are checked first, since a model takes minutes to load.
@@ -187,7 +187,7 @@ def _load(config: NodeConfig, presence: _Presence) -> _Loaded:
 
 
 def _serve_in_role(
-    presence: _Presence,
+    presence: Presence,
     config: NodeConfig,
     loaded: _Loaded,
     build_role: BuildRole,
@@ -197,7 +197,7 @@ def _serve_in_role(
     """Serve until told to stop, or to take the role that is returned."""
     role, node = presence.role, presence.node
     log.rename(node.incarnation)
-    parts = _parts(presence, config, loaded, stop.wake)
+    parts = node_parts(presence, config, loaded.engine, loaded.transports, stop.wake)
     scheduler = build_role(parts)
     routers = Handlers(msgspec.msgpack.Decoder(RouterToNode), parts.router_port.on_message)
     presence.control.admit({"router": routers, **parts.transfer.handlers()})
@@ -252,8 +252,11 @@ def _run(
     return None
 
 
-def _parts(presence: _Presence, config: NodeConfig, loaded: _Loaded, wake: threading.Event) -> NodeParts:
-    engine, node, control = loaded.engine, presence.node, presence.control
+def node_parts(
+    presence: Presence, config: NodeConfig, engine: Engine, transports: Transports, wake: threading.Event
+) -> NodeParts:
+    """What the loop of the role is built of, over `engine` and the sockets of `presence`."""
+    node, control = presence.node, presence.control
     vitals = Vitals(engine.ledger, engine.progress, engine.clock)
     flags = {
         **asdict(config.model),
@@ -288,7 +291,7 @@ def _parts(presence: _Presence, config: NodeConfig, loaded: _Loaded, wake: threa
                 layout=engine.layout,
                 pages=engine.pool,
                 outbox=control.to_dialled,
-                transports=loaded.transports,
+                transports=transports,
                 clock=engine.clock,
                 options=config.transfer,
                 wake=wake.set,

@@ -256,7 +256,7 @@ def timed_profile(nodes: TimedNodes, added: Added) -> Profile:
 
 def predict(candidate: Candidate, requests: Sequence[SimRequest], nodes: Profile) -> Run:
     """The planner's answer."""
-    return simulate(candidate, requests, prefill=nodes, decode=nodes, slo=SLO)
+    return simulate(candidate, requests, profile=nodes, slo=SLO)
 
 
 # --------------------------------------------------------------------------------------------------- rows

@@ -19,7 +19,6 @@ from planner.simulator.fleet import SimFleet
 from planner.traffic.trace import SimRequest
 from router.dispatch.stages import StartStage
 from shared.config import ScheduleOptions
-from shared.errors import ConfigError
 from tests.bench.figures import figures_of_run
 from tests.sim.workloads import unrelated
 from tests.unit.planner import plan_rig
@@ -44,14 +43,12 @@ def load(
 
 
 def run(requests: Sequence[SimRequest], of: Profile = PROFILE, candidate: Candidate = SPLIT) -> Run:
-    """Both fleets of one machine."""
-    return simulate(candidate, requests, prefill=of, decode=of, slo=SLO)
+    """With the SLO of these tests."""
+    return simulate(candidate, requests, profile=of, slo=SLO)
 
 
 def test_the_same_arguments_give_the_same_run() -> None:
-    first, second = run(load()), run(load())
-    assert first.cpu_s > 0
-    assert msgspec.structs.replace(first, cpu_s=0.0) == msgspec.structs.replace(second, cpu_s=0.0)
+    assert run(load()) == run(load())
 
 
 def test_a_request_alone_takes_what_the_profile_says() -> None:
@@ -70,23 +67,8 @@ def test_the_routers_thread_delays_a_request_and_its_tokens() -> None:
     assert costly.itl_s == pytest.approx(free.itl_s, rel=0.05), "a delay is not a gap"
 
 
-def test_each_fleet_is_of_its_own_machine() -> None:
-    slow = msgspec.structs.replace(PROFILE, forward=CostModel(a=0.02, b=1e-3, c=0.0, d=0.05, e=1e-3, f=0.0))
-    (ours,) = simulate(SPLIT, load(1), prefill=PROFILE, decode=slow, slo=SLO).served
-    (theirs,) = simulate(SPLIT, load(1), prefill=slow, decode=PROFILE, slo=SLO).served
-    assert ours is not None and theirs is not None
-    assert ours.itl_s > 5 * theirs.itl_s
-    assert theirs.ttft_s > 5 * ours.ttft_s
-
-
-def test_pages_of_two_layouts_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"page_size is 16 in the profile of the prefill nodes .* and 32"):
-        simulate(SPLIT, load(1), prefill=PROFILE, decode=profile(page_size=32), slo=SLO)
-
-
-def test_nodes_that_do_both_take_the_decode_profile() -> None:
-    together = Candidate(num_prefill=0, num_decode=2)
-    result = simulate(together, load(), prefill=profile(page_size=32), decode=PROFILE, slo=SLO)
+def test_nodes_that_do_both_have_no_link() -> None:
+    result = run(load(), candidate=Candidate(num_prefill=0, num_decode=2))
     assert list(result.busy) == ["together", "router"]
     assert result.transfer_bytes_s == 0.0
     assert all(result.served)
@@ -98,7 +80,7 @@ def test_nodes_have_the_flags_that_they_were_measured_with() -> None:
         host_kv_tokens=1024,
         schedule={"schedule_policy": "lpm", "enable_mixed_chunk": True, "disable_overlap_schedule": True},
     )
-    node = fleet_shape(SPLIT, measured, measured).prefill
+    node = fleet_shape(SPLIT, measured).prefill
     assert (node.disable_radix_cache, node.host_kv_tokens) == (True, 1024)
     assert node.schedule == ScheduleOptions(
         chunked_prefill_size=512,
@@ -108,7 +90,7 @@ def test_nodes_have_the_flags_that_they_were_measured_with() -> None:
         disable_overlap_schedule=True,
     )
     other = Candidate(num_prefill=0, num_decode=1, enable_mixed_chunk=False)
-    changed = fleet_shape(other, measured, measured).decode.schedule
+    changed = fleet_shape(other, measured).decode.schedule
     assert (changed.schedule_policy, changed.enable_mixed_chunk) == ("lpm", False)
     assert changed.disable_overlap_schedule
     again = [request_at(0.0, 512, 4), request_at(1.0, 512, 4)]
@@ -147,7 +129,7 @@ def test_retracted_prompts_are_computed_again() -> None:
     # admitted by what a client allows, which is not all used up, then too long for the pool together
     burst = load(20, gap_s=1e-6, input_len=64, output_len=100)
     small = profile(pool_tokens=640, context_length=320)
-    fleet = SimFleet(fleet_shape(SPLIT, small, small), plan_rig.FORWARD)
+    fleet = SimFleet(fleet_shape(SPLIT, small), plan_rig.FORWARD)
     fleet.submit(burst)
     fleet.run()
     assert all(outcome.ok for outcome in fleet.outcomes.values())
@@ -181,11 +163,6 @@ def test_seconds_of_arrival_count_a_gap_for_each_request() -> None:
     assert arrival_seconds([5.0]) == 0.0
 
 
-def test_no_request_is_no_workload() -> None:
-    with pytest.raises(ConfigError, match="at least one request"):
-        run([])
-
-
 def test_a_client_that_allows_no_more_than_it_gets_reserves_less() -> None:
     """The decode node reserves room for what is allowed, so that fewer requests run at once."""
     of = profile(pool_tokens=1024, context_length=512)
@@ -199,7 +176,7 @@ def test_a_client_that_allows_no_more_than_it_gets_reserves_less() -> None:
 
 
 def test_a_router_knows_the_load_of_a_node_as_of_its_latest_ping() -> None:
-    fleet = SimFleet(fleet_shape(Candidate(num_prefill=0, num_decode=1), PROFILE, PROFILE), plan_rig.FORWARD)
+    fleet = SimFleet(fleet_shape(Candidate(num_prefill=0, num_decode=1), PROFILE), plan_rig.FORWARD)
     fleet.submit([request_at(1.2, 64, 500)])
     node = fleet.nodes["d0000"]
     fleet.run(until=1.9)

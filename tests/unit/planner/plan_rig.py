@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -13,15 +13,13 @@ import msgspec
 from planner.answer import Answer
 from planner.candidate import Candidate
 from planner.cost_model import CostModel
-from planner.figures import Served, Slo
+from planner.figures import Served, Slo, arrival_seconds
 from planner.plan_answer import Asked, answer_by
 from planner.plan_traffic import Traffic
 from planner.profile import Measured, NodeKind, Profile, RouterCost, TransferCost
-from planner.sample import Setting, Trial
-from planner.search import Aim
+from planner.sample import Aim, Setting, Trial
 from planner.simulate import Bottleneck, Run
 from planner.traffic.trace import SimRequest
-from planner.traffic.windows import Window
 
 FORWARD = CostModel(a=0.002, b=1e-4, c=0.0, d=0.005, e=1e-4, f=0.0)
 NODE = NodeKind(
@@ -52,39 +50,22 @@ def costing(**costs: float) -> Profile:
     return msgspec.structs.replace(PROFILE, forward=CostModel(**(vars(FORWARD) | costs)))
 
 
-def traffic(
-    num: int = 40, *, rate: float = 1.0, input_len: int = 256, output_len: int = 11, windows: int = 1
-) -> Traffic:
-    """Requests that arrive at random and share nothing."""
-    gaps, made = random.Random(2), []
-    for window in range(windows):
-        at_s, requests = 0.0, []
-        for i in range(num):
-            at_s += gaps.expovariate(rate)
-            requests.append(SimRequest(at_s, input_len, output_len, (window * num + i,), input_len))
-        made.append(
-            Window(
-                requests=tuple(requests),
-                counted_from_s=0.0,
-                counted_until_s=math.inf,
-                trace_rate=rate,
-                stratum=window,
-                num_reqs=num,
-            )
-        )
-    return Traffic(tuple(made), "made up")
+def traffic(num: int = 40, *, rate: float = 1.0, input_len: int = 256, output_len: int = 11) -> Traffic:
+    """Requests that arrive at random, exactly `rate` a second, and share nothing."""
+    gaps = random.Random(2)
+    times = list(accumulate((gaps.expovariate(rate) for _ in range(num - 1)), initial=0.0))
+    scale = num / rate / arrival_seconds(times)
+    requests = (SimRequest(scale * at, input_len, output_len, (i,), input_len) for i, at in enumerate(times))
+    return Traffic(tuple(requests), "made up")
 
 
 def asked(
-    *profiles: Profile,
-    of: Traffic | None = None,
-    nodes: range = range(1, 3),
-    slo: Slo = SLO,
+    profile: Profile = PROFILE, *, of: Traffic | None = None, nodes: range = range(1, 3), slo: Slo = SLO
 ) -> Asked:
-    """A question about PROFILE, or about those given."""
-    named = tuple((Path(f"profile{i}.json"), one) for i, one in enumerate(profiles or (PROFILE,)))
+    """A question about PROFILE, or about another."""
     return Asked(
-        profiles=named,
+        path=Path("profile.json"),
+        profile=profile,
         traffic=of or traffic(),
         aim=Aim(slo=slo, good_share=0.9),
         nodes=nodes,
@@ -117,8 +98,8 @@ def planted(question: Asked, capacity: Capacity, *, made: list[Trial] | None = N
 
 
 def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
-    num = len(setting.windows[trial.window].requests)
-    share = min(1.0, capacity / (setting.rate * trial.load))
+    num = len(setting.traffic.requests)
+    share = min(1.0, capacity / (setting.traffic.rate * trial.load))
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
     return Run(
         candidate=trial.candidate,
@@ -128,5 +109,4 @@ def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
         cached_share=0.0,
         stages_s={},
         bottleneck=Bottleneck.NONE if share == 1.0 else Bottleneck.PREFILL,
-        cpu_s=0.001 * num,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
@@ -13,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost_model import CostModel
-from planner.measure import machine
 from planner.measure.fitting import Point, fit_transfers, nonnegative, remarks_of
 from planner.measure.forwards import Forwards, MeasureLimits, extend_row, tasks_of
 from planner.profile import Residual, TransferCost
@@ -201,19 +198,3 @@ def test_a_poor_fit_is_said_with_its_worst_points() -> None:
     points = quiet(lambda i: (1.0, 1.0, 1.0))
     (said,) = remarks_of(points, residuals(points, [1 + 0.1 * i for i in range(8)]))
     assert "off by more than 20% at 5 of 8 points (point 7 by +70%, point 6 by +60%, point 5 by +50%)" in said
-
-
-@pytest.mark.parametrize("others", [0.02, 0.3])
-def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
-    """Ten seconds of two cores."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    times, used = iter((100.0, 110.0)), iter((50.0, 50.0 + 20 * others))
-    monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(machine, "others_cpu_s", lambda pids: next(used))
-    said: list[str] = []
-    with machine.watched("the engine", said):
-        pass
-    assert len(said) == (others > 0.05)
-    assert all(
-        "Other processes used 30% of this machine's CPU time while the engine was" in one for one in said
-    )

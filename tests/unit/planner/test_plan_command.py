@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,7 @@ from rich.console import Console
 from planner import plan
 from planner.answer import Answer
 from planner.candidate import Candidate
+from planner.plan_traffic import traffic_of
 from planner.sample import Trial
 from planner.table import print_answer
 from planner.workers import simulating
@@ -94,7 +96,6 @@ def test_table_json_and_html_of_one_answer(outputs: tuple[subprocess.CompletedPr
     for one in answer.candidates:
         assert one.name in done.stdout and one.name in html
         assert f"{one.name}: up to" in done.stderr, "progress"
-    assert "20 simulations, " in done.stderr
 
 
 def test_the_same_seed_gives_the_same_answer(
@@ -118,17 +119,14 @@ def test_the_same_seed_gives_the_same_answer(
     here = json.loads(capfdbinary.readouterr().out)
     there = json.loads((folder / "answer.json").read_bytes())
     for one in (here, there):
-        del one["effort"], one["question"]["at"], one["question"]["machines"][0]["profile"]
+        del one["question"]["at"], one["question"]["profile"]
     assert here == there
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "the following arguments are required: --slo-ttft-ms, --slo-itl-ms"),
-        ([*SLOS, "--trace", "t"], "it needs --profile, of every node, or --prefill-profile and --decode-profile"),
-        ([*SLOS, "--prefill-profile", "p"], "or --prefill-profile and --decode-profile"),
-        ([*SLOS, "--profile", "p", "--decode-profile", "q"], "it needs --profile, of every node, or"),
+        ([], "the following arguments are required: --profile, --slo-ttft-ms, --slo-itl-ms"),
         ([*SLOS, "--nodes", "8..1"], "--nodes: it is 1..8 or 4, with numbers from 1 to 64"),
         ([*SLOS, "--nodes", "0"], "--nodes"),
         ([*SLOS, "--nodes", "1..65"], "--nodes"),
@@ -149,15 +147,13 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path
     assert "No such file" in refusal(capsys, "--profile", "none.json", *SLOS, *DRAWN)
     profile_of_old = tmp_path / "old.json"
     profile_of_old.write_text('{"schema_version": 0}')
-    of_decode = ["--prefill-profile", str(profile), "--decode-profile", str(profile_of_old)]
-    assert f"--decode-profile {profile_of_old}: its schema" in refusal(capsys, *of_decode, *SLOS, *DRAWN)
     assert "schema_version is 0" in refusal(capsys, "--profile", str(profile_of_old), *SLOS, *DRAWN)
     trace = tmp_path / "trace.jsonl"
     good = '{"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1]}\n'
     trace.write_text(good + good.replace("10", '"ten"'))
     assert "line 2" in refusal(capsys, *known, "--trace", str(trace))
     trace.write_text(good)
-    assert "one request" in refusal(capsys, *known, "--trace", str(trace))
+    assert "all 1 requests to plan for arrive at one time" in refusal(capsys, *known, "--trace", str(trace))
     assert "--rate is for traffic without a trace" in refusal(
         capsys, *known, "--trace", str(trace), "--rate", "1"
     )
@@ -165,14 +161,18 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path
     assert "--prompt 9:1" in refusal(capsys, *known, "--rate", "1", "--prompt", "9:1", "--output", "5")
 
 
-def test_machines_whose_pages_differ_cannot_split(capsys: pytest.CaptureFixture[str], profile: Path) -> None:
-    """What a process that simulates refuses is refused by the command."""
-    other = profile.with_name("other.json")
-    node = msgspec.structs.replace(PROFILE.node, page_size=32)
-    msgspec.structs.replace(PROFILE, node=node).save(other)
-    flags = ["--prefill-profile", str(profile), "--decode-profile", str(other), *SLOS, *DRAWN]
-    assert plan.main([*flags, "--nodes", "2", "--jobs", "1"]) == 2
-    assert "page_size is 16" in capsys.readouterr().err
+def test_of_a_long_trace_the_busiest_part_is_planned_for(tmp_path: Path) -> None:
+    """A hundred requests a second apart, of which thirty in the middle are ten times as fast."""
+    gaps = [1.0] * 50 + [0.1] * 30 + [1.0] * 20
+    trace = tmp_path / "trace.jsonl"
+    row = '{{"timestamp": {:.0f}, "input_length": 10, "output_length": 2}}\n'
+    trace.write_text("".join(row.format(1000 * at) for at in accumulate(gaps, initial=0.0)))
+    argv = ["--profile", "p", "--trace", str(trace), "--requests", "30", *SLOS]
+    traffic = traffic_of(plan.build_parser().parse_args(argv))
+    assert (len(traffic.counted), traffic.num_warmup, traffic.requests[0].at_s) == (30, 30, 0.0)
+    assert traffic.rate == pytest.approx(10.0)
+    assert "Of the 101 requests, the 30 that follow" in traffic.remarks[-1]
+    assert traffic_of(plan.build_parser().parse_args([*argv, "--requests", "101"])).num_warmup == 0
 
 
 # ------------------------------------------------------------------------------------------------------ signals
@@ -236,7 +236,7 @@ def test_an_error_of_a_simulation_says_where_it_was_raised() -> None:
     async def run() -> None:
         async with simulating(setting, 1) as simulate:
             fleet = Candidate(num_prefill=0, num_decode=1)
-            await simulate(Trial(candidate=fleet, window=0, load=1.0))
+            await simulate(Trial(candidate=fleet, load=1.0))
 
     with pytest.raises(KeyError, match="unknown") as raised:
         asyncio.run(run())
@@ -257,7 +257,7 @@ def _kill_the_worker() -> None:
 
 # -------------------------------------------------------------------------------------------------- the table
 def test_a_table_shows_what_is_true_of_the_answer() -> None:
-    question = asked(PROFILE, of=traffic(100, rate=2.6, windows=2), nodes=range(1, 4))
+    question = asked(PROFILE, of=traffic(100, rate=2.6), nodes=range(1, 4))
     answer = planted(question, lambda candidate: candidate.num_nodes)
     console = Console(width=200, record=True, file=io.StringIO())
     print_answer(answer, console)

@@ -47,19 +47,9 @@ def test_every_split_and_the_same_machines_together() -> None:
     ("rate", "best", "splits"), [(1.0, "1 together", False), (2.3, "3 together", False), (5.9, "3P2D", True)]
 )
 def test_the_fewest_nodes_that_meet_the_slos(rate: float, best: str, splits: bool) -> None:
-    answer = planted(asked(of=traffic(100, rate=rate * 1.1, windows=2), nodes=range(1, 6)), pipeline)
+    answer = planted(asked(of=traffic(100, rate=rate * 1.1), nodes=range(1, 6)), pipeline)
     assert (answer.verdict.best, answer.verdict.splits, answer.verdict.meets) == (best, splits, True)
     assert answer.verdict.headline.startswith("Split: " if splits else "Do not split: ")
-
-
-@pytest.mark.parametrize(("num_short", "bottleneck"), [(1, "none"), (2, "prefill")])
-def test_a_bottleneck_is_that_of_most_windows(num_short: int, bottleneck: str) -> None:
-    """Of three windows so many have it."""
-    made: list[Trial] = []
-    question = asked(of=traffic(100, rate=1.0, windows=3), nodes=range(1, 2))
-    answer = planted(question, lambda *_: 0.5 if made[-1].window < num_short else 1.5, made=made)
-    best = answer.candidate(answer.verdict.best)
-    assert best.now.bottleneck == bottleneck
 
 
 @pytest.mark.parametrize(
@@ -100,20 +90,20 @@ def test_a_fleet_that_meets_no_slo_says_by_how_much() -> None:
 @pytest.mark.parametrize(
     ("rate", "capacity", "is_short"), [(1.0, 5.0, False), (1.0, 20.0, True), (20.0, 5.0, True)]
 )
-def test_a_window_is_short_if_it_is_at_the_highest_rate(rate: float, capacity: float, is_short: bool) -> None:
+def test_traffic_is_short_if_it_is_at_the_highest_rate(rate: float, capacity: float, is_short: bool) -> None:
     """A hundred requests: five a second last for 20 s, twenty for 5 s, and 20 SLOs on TTFT are 10 s.
 
     A fleet that serves less than the rate of the traffic has been tried at that rate as well.
     """
     answer = planted(asked(of=traffic(100, rate=rate), nodes=range(1, 2)), lambda *_: capacity)
-    said = [remark for remark in answer.remarks if "the shortest window of the traffic lasts" in remark]
+    said = [remark for remark in answer.remarks if "the traffic lasts" in remark]
     assert [remark.startswith("At the highest rate of 1 together ") for remark in said] == [True] * is_short
 
 
 # ---------------------------------------------------------------------------------------------- the statistics
-def parts(*totals: float, stratum: int = 0, weight: float = 1.0) -> Parts:
+def parts(*totals: float) -> Parts:
     """Ten requests each."""
-    return Parts(weight * np.array(totals), np.full(len(totals), 10 * weight), [stratum] * len(totals))
+    return Parts(np.array(totals), np.full(len(totals), 10.0))
 
 
 def test_an_interval_is_students() -> None:
@@ -125,27 +115,14 @@ def test_an_interval_is_students() -> None:
     assert estimate(parts(5.0)).low == 0.5
 
 
-def test_a_stratum_counts_as_often_as_it_stands_for() -> None:
-    """Bursts are drawn more often than they are. What differs between strata is no noise."""
-    usual, bursts = parts(10.0, 10.0, weight=9.0), parts(0.0, 0.0, stratum=1)
-    both = Parts(
-        np.concatenate([usual.totals, bursts.totals]),
-        np.concatenate([usual.sizes, bursts.sizes]),
-        [*usual.strata, *bursts.strata],
-    )
-    one = estimate(both)
-    assert one.value == pytest.approx(0.9)
-    assert (one.low, one.high) == pytest.approx((0.9, 0.9))
-
-
 def test_what_both_have_in_common_is_no_noise() -> None:
     bursts = [1.0, 9.0, 2.0, 8.0]
     assert difference(parts(*(one + 0.5 for one in bursts)), parts(*bursts)).is_more_than_noise
     assert not difference(parts(*bursts), parts(*reversed(bursts))).is_more_than_noise
 
 
-def test_percentiles_of_weighted_values() -> None:
-    found = distribution([3.0, 1.0, 2.0], [1.0, 98.0, 1.0])
+def test_percentiles_are_values() -> None:
+    found = distribution([3.0, *[1.0] * 98, 2.0])
     assert found == Distribution(mean=1.03, p50=1.0, p90=1.0, p99=2.0)
 
 

@@ -128,7 +128,6 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1
         (GOOD + GOOD.replace("600", "10000001"), "line 2: Expected `int` <= 10000000 - at `$.input_length`"),
         (GOOD + GOOD.replace('"output_length": 1, ', ""), "line 2: Object missing required field `output_len"),
         (GOOD + GOOD.replace("[1, 2]", "[1, 2, 3]"), "line 2: hash_ids has 3 ids for 600 prompt tokens"),
-        (GOOD + GOOD, "all 2 requests arrive at the same time"),
         (GOOD.replace("600", "0").replace("[1, 2]", "[]"), "no request with a prompt and an answer (1 without)"),
         ('{"prompt": "hi", "output_tokens": 5}', "line 1: its fields are of no known trace"),
         ('[{"conversations": []}]', "line 1: its fields are of no known trace"),
