@@ -41,10 +41,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     num_reqs: int
     num_failed: int
     """Of those: refused, or without all of their tokens."""
-    goodput: Estimate
-    """Requests a second that met both SLOs."""
     good_share: Estimate
-    """Of all requests, those that failed included."""
+    """Of all requests, those that failed included, which met both SLOs."""
     slo_factor: float | None
     """By what both SLOs would have to be multiplied for `Question.good_share` of the requests to meet them: 0.5 is
     met with half of each bound to spare, 2 misses by as much as the bounds are. None if too many requests fail."""
@@ -57,8 +55,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     """Of KV between nodes, all of them together."""
     cached_share: float
     """Of prompt tokens, those found in a RadixCache."""
-    stages_s: dict[str, float]
-    """Mean seconds of each stage of a request up to its second token, by name, in their order."""
     bottleneck: str
     """planner.simulate.Bottleneck: what the requests that missed an SLO waited for longest."""
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_NODES = 64
-"""Of the fleets of a plan."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -46,7 +43,8 @@ def candidates(nodes: range) -> list[Candidate]:
     """Every split of so many nodes, and the same nodes together, with mixed chunks and without."""
     found: list[Candidate] = []
     for num in nodes:
-        for mixed in (False, True):
-            found += [Candidate(num_prefill=0, num_decode=num, enable_mixed_chunk=mixed)]
+        found += [
+            Candidate(num_prefill=0, num_decode=num, enable_mixed_chunk=mixed) for mixed in (False, True)
+        ]
         found += [Candidate(num_prefill=num_p, num_decode=num - num_p) for num_p in range(1, num)]
     return found

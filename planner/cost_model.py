@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+"""A cost, as a file has it: none is higher than a day."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +28,15 @@ class CostModel:
     or that behind it.
     """
 
-    a: float
-    b: float
-    c: float
-    d: float
-    e: float
-    f: float
-    floor_s: float = 0.0
-    step_s: float = 0.0
-    step_request_s: float = 0.0
+    a: Seconds
+    b: Seconds
+    c: Seconds
+    d: Seconds
+    e: Seconds
+    f: Seconds
+    floor_s: Seconds = 0.0
+    step_s: Seconds = 0.0
+    step_request_s: Seconds = 0.0
 
     def extend_s(self, spans: Iterable[tuple[int, int]]) -> float:
         """One forward over (start, length) spans of several prompts."""

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from planner.candidate import MAX_NODES
+from planner import HOW_TO_INSTALL
 from planner.traffic.reading import TraceFormat
-from planner.words import HOW_TO_INSTALL
 from shared.cpu_cores import own_cores
 from shared.errors import ConfigError
 from shared.flags import FlagParser, fraction, whole
 
 TRACE_FORMATS = tuple(map(str, TraceFormat))
+MAX_NODES = 64
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,34 +51,28 @@ def build_parser() -> FlagParser:
         allow_abbrev=False,
     )
     machines = parser.add_argument_group("machines")
-    machines.add_argument(
-        "--profile", type=Path, required=True, metavar="FILE", help="of every node; --measure makes one"
-    )
+    machines.add_argument("--profile", type=Path, required=True, metavar="FILE",
+        help="of every node; --measure makes one")  # fmt: skip
     traffic = parser.add_argument_group("traffic")
-    traffic.add_argument(
-        "--trace", type=Path, metavar="FILE", help="of recorded requests, or the router's own log"
-    )
+    traffic.add_argument("--trace", type=Path, metavar="FILE",
+        help="of recorded requests, or the router's own log")  # fmt: skip
     traffic.add_argument("--trace-format", choices=TRACE_FORMATS, metavar="FORMAT",
         help=f"of the trace, if its first line does not tell: {', '.join(TRACE_FORMATS)}")  # fmt: skip
-    traffic.add_argument(
-        "--rate", type=fraction(1e-4, 1e5), metavar="N", help="without a trace: requests a second"
-    )
+    traffic.add_argument("--rate", type=fraction(1e-4, 1e5), metavar="N",
+        help="without a trace: requests a second")  # fmt: skip
     traffic.add_argument("--prompt", metavar="MEDIAN:P99",
-        help="without a trace: tokens of prompts, also LOWEST..HIGHEST or one length")  # fmt: skip
-    traffic.add_argument(
-        "--output", metavar="MEDIAN:P99", help="without a trace: tokens of answers, in the same way"
-    )
+        help="without a trace: tokens of prompts, also one length")  # fmt: skip
+    traffic.add_argument("--output", metavar="MEDIAN:P99",
+        help="without a trace: tokens of answers, in the same way")  # fmt: skip
     traffic.add_argument("--requests", type=whole(20, 1_000_000), default=800, metavar="N",
         help="that count for each candidate and rate, at most: of a longer trace, those that follow each other "
         "fastest (default: 800)")  # fmt: skip
-    traffic.add_argument(
-        "--seed", type=whole(0, 1 << 32), default=0, metavar="SEED", help="of all that is drawn"
-    )
+    traffic.add_argument("--seed", type=whole(0, 1 << 32), default=0, metavar="SEED",
+        help="of all that is drawn")  # fmt: skip
     aim = parser.add_argument_group("aim")
     milliseconds = fraction(0.01, 3_600_000)
-    aim.add_argument(
-        "--slo-ttft-ms", type=milliseconds, required=True, metavar="MS", help="longest time to first token"
-    )
+    aim.add_argument("--slo-ttft-ms", type=milliseconds, required=True, metavar="MS",
+        help="longest time to first token")  # fmt: skip
     aim.add_argument("--slo-itl-ms", type=milliseconds, required=True, metavar="MS",
         help="longest mean time between the tokens of a request")  # fmt: skip
     aim.add_argument("--good-share", type=fraction(0.01, 1), default=0.9, metavar="SHARE",
@@ -86,15 +80,12 @@ def build_parser() -> FlagParser:
     aim.add_argument("--nodes", type=node_range, default=range(1, 5), metavar="1..8",
         help="how many nodes there may be (default: 1..4)")  # fmt: skip
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", metavar="FILE", help="write the whole answer; - is stdout, in place of the table"
-    )
-    output.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page of charts that needs no other file"
-    )
-    output.add_argument(
-        "--jobs", type=whole(1, 1024), metavar="N", help="processes that simulate (default: one a core)"
-    )
+    output.add_argument("--json", metavar="FILE",
+        help="write the whole answer; - is stdout, in place of the table")  # fmt: skip
+    output.add_argument("--html", type=Path, metavar="FILE",
+        help="write a page of charts that needs no other file")  # fmt: skip
+    output.add_argument("--jobs", type=whole(1, 1024), metavar="N",
+        help="processes that simulate (default: one a core)")  # fmt: skip
     return parser
 
 
@@ -128,11 +119,12 @@ def _plan(args: Namespace) -> int:
     from planner.table import print_answer
     from planner.workers import WorkerDied
 
-    num_jobs = args.jobs or own_cores().num_threads
+    num_jobs, console = (
+        args.jobs or own_cores().num_threads,
+        Console(stderr=True, highlight=False, soft_wrap=True),
+    )
     try:
-        answer = asyncio.run(
-            solve(question_of(args), num_jobs, Console(stderr=True, highlight=False, soft_wrap=True))
-        )
+        answer = asyncio.run(solve(question_of(args), num_jobs, console))
     except WorkerDied as error:
         print(f"router plan: error: {error}", file=sys.stderr)
         return 1

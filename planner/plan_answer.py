@@ -11,26 +11,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from planner.answer import Answer, CandidateAnswer, Question, Verdict
+from planner.answer import Answer, CandidateAnswer, Estimate, Question, Verdict
 from planner.candidate import Candidate, candidates
-from planner.figures import Slo, quantile
+from planner.figures import Slo
 from planner.plan_traffic import Traffic, traffic_of
 from planner.profile import Profile, load_profile
 from planner.sample import Aim, Setting, Trial, Trials
-from planner.search import Curve, choose, curve, tied_with_best
+from planner.search import Curve, choose, curve
 from planner.simulate import Bottleneck, Run
-from planner.words import percent, rate, seconds
 from planner.workers import simulating
 
 MIN_TTFTS = 20
 """A queue that grows must be seen to: the traffic is to last as long as so many SLOs on TTFT."""
-_WHAT_BOUNDS = {
-    Bottleneck.PREFILL: "prompts that wait for prefill or are long in it",
-    Bottleneck.DECODE_COMPUTE: "decode steps that take too long",
-    Bottleneck.DECODE_PAGES: "waiting for pages or rows of a decode node",
-    Bottleneck.LINKS: "pages on their way between nodes",
-    Bottleneck.ROUTER: "the router",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +78,7 @@ async def answer_by(
         return found
 
     curves = await asyncio.gather(*map(searched, candidates(asked.nodes)))
-    best, verdict = await _verdict(trials, curves)
+    best, *ties = await choose(trials, curves)
     return Answer(
         question=Question(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,7 +89,7 @@ async def answer_by(
             measured=asked.profile.measured,
         ),
         candidates=tuple(map(_candidate, curves)),
-        verdict=verdict,
+        verdict=_verdict(best, [one.candidate.name for one in ties], curves),
         remarks=tuple(_remarks(asked, best)),
     )
 
@@ -122,7 +114,7 @@ def _remarks(asked: Asked, best: Curve) -> Iterator[str]:
     num_long = sum(one.input_len + one.output_len > limit for one in asked.traffic.counted)
     if num_long:
         yield f"{num_long} requests fail on every node: they are longer than its context of {limit} tokens."
-    name, ttft_s, share = best.candidate.name, asked.aim.slo.ttft_s, best.now.point().good_share
+    name, ttft_s = best.candidate.name, asked.aim.slo.ttft_s
     shortest_s = asked.traffic.seconds / max(best.most / asked.traffic.rate, 1.0)
     if shortest_s < MIN_TTFTS * ttft_s:
         yield (
@@ -130,21 +122,11 @@ def _remarks(asked: Asked, best: Curve) -> Iterator[str]:
             f"{ttft_s:.3g} s on TTFT: queues that would grow on have no time to, so rates and goodput are too high. "
             "More requests (--requests, or a longer trace) help."
         )
-    if share.low < asked.aim.good_share <= share.high:
-        yield (
-            f"{name} is close to the limit: {percent(share)} of the requests are good, and "
-            f"{asked.aim.good_share:.0%} are asked for."
-        )
 
 
-# ------------------------------------------------------------------------------------------------------ verdict
-async def _verdict(trials: Trials, curves: Sequence[Curve]) -> tuple[Curve, Verdict]:
-    """The best of the curves, and the words for it."""
-    best = await choose(trials, curves)
-    as_large = [one for one in curves if one.candidate.num_nodes == best.candidate.num_nodes]
-    ties = await tied_with_best(trials, as_large)
-    tied_with = [one.candidate.name for one in ties if one is not best] if best in ties else []
-    return best, Verdict(
+def _verdict(best: Curve, tied_with: Sequence[str], curves: Sequence[Curve]) -> Verdict:
+    """The words for the best of the curves."""
+    return Verdict(
         best=best.candidate.name,
         splits=best.candidate.splits,
         meets=best.now.meets,
@@ -159,27 +141,13 @@ def _headline(best: Curve) -> str:
     if best.now.meets:
         advice = f"Split: {name}" if best.candidate.splits else f"Do not split: {name}"
         return f"{advice} serves {percent(point.good_share)} of {rate(point.rate)} within both SLOs."
+    how_far = f"{point.num_failed} of {point.num_reqs} requests fail, so no SLO would be met."
+    if point.slo_factor is not None:
+        how_far = f"Both SLOs would have to be {point.slo_factor:.2f} times as wide."
     return (
-        f"None of these fleets meets the SLOs for {wanted:.0%} of {rate(point.rate)}; {name} is "
-        f"nearest, with {percent(point.good_share)}. {_how_far(best)}"
+        f"None of these fleets meets the SLOs for {wanted:.0%} of {rate(point.rate)}; {name} is nearest, with "
+        f"{percent(point.good_share)}. {how_far}"
     )
-
-
-def _how_far(best: Curve) -> str:
-    """By how much an SLO is missed."""
-    now, point = best.now, best.now.point()
-    slo, share = now.setting.aim.slo, now.setting.aim.good_share
-    if point.slo_factor is None:
-        return f"{point.num_failed} of {point.num_reqs} requests fail, so no SLO would be met."
-    found = (("TTFT", now.ttft_s, slo.ttft_s), ("ITL", now.itl_s, slo.itl_s))
-    within = [(name, quantile(values, share), bound) for name, values, bound in found]
-    missed = [
-        f"{share:.0%} of the requests have {name} within {seconds(value)}, {value / bound - 1:.0%} over the SLO"
-        for name, value, bound in within
-        if value > bound
-    ]
-    both = f"Both SLOs would have to be {point.slo_factor:.2f} times as wide"
-    return f"{both}: {', and '.join(missed)}." if missed else f"{both}, since no request may miss either."
 
 
 def _reasons(best: Curve, curves: Sequence[Curve], tied_with: Sequence[str]) -> Iterator[str]:
@@ -209,11 +177,20 @@ def _highest(curves: Sequence[Curve]) -> Curve:
 
 def _reach(one: Curve) -> str:
     point, name, share = one.now.point(), one.candidate.name, one.now.setting.aim.good_share
-    held = Bottleneck(point.bottleneck)
-    why = f" What holds it back there: {_WHAT_BOUNDS[held]}." if held in _WHAT_BOUNDS else ""
+    why = f" What holds it back there: {point.bottleneck}." if point.bottleneck != Bottleneck.NONE else ""
     now = f"{percent(point.good_share)} of the requests are good at {rate(point.rate)}."
     if one.max_rate is None:
         return f"{name} meets the SLOs for {share:.0%} of the requests at no rate. {now}{why}"
     interval = f" ({one.max_rate.low:.3g} to {one.max_rate.high:.3g})"
     most = f"{'at least ' if one.is_bound else ''}{rate(one.max_rate.value)}{interval}"
     return f"{name} serves {most} with {share:.0%} within both SLOs; {now}{why}"
+
+
+def percent(share: Estimate) -> str:
+    """97% (95 to 99)."""
+    return f"{share.value:.0%} ({100 * share.low:.0f} to {100 * share.high:.0f})"
+
+
+def rate(value: float) -> str:
+    """4.2 requests/s."""
+    return f"{value:.3g} requests/s"

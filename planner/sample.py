@@ -151,22 +151,19 @@ class Sample:
 
     def point(self) -> Point:
         """What an answer says of it."""
-        share, factor, rate = estimate(self.good), self.slo_factor, self.rate
-        low, high = max(0.0, share.low), min(1.0, share.high)
+        share, factor = estimate(self.good), self.slo_factor
         return Point(
-            rate=rate,
+            rate=self.rate,
             load=self.load,
             num_reqs=len(self.ttft_s),
             num_failed=int(np.isinf(self.ttft_s).sum()),
-            goodput=Estimate(value=rate * share.value, low=rate * low, high=rate * high),
-            good_share=Estimate(value=share.value, low=low, high=high),
+            good_share=Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high)),
             slo_factor=factor if factor < math.inf else None,
             ttft_s=_percentiles(self.ttft_s),
             itl_s=_percentiles(self.itl_s),
             busy=self.run.busy,
             transfer_bytes_s=self.run.transfer_bytes_s,
             cached_share=self.run.cached_share,
-            stages_s={str(stage): seconds for stage, seconds in self.run.stages_s.items()},
             bottleneck=str(self.run.bottleneck),
         )
 

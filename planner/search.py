@@ -130,19 +130,21 @@ async def tied_with_best(trials: Trials, curves: Sequence[Curve]) -> list[Curve]
     return sorted(tied, key=lambda one: (*one.candidate.simplicity, -one.most))
 
 
-async def choose(trials: Trials, curves: Sequence[Curve]) -> Curve:
+async def choose(trials: Trials, curves: Sequence[Curve]) -> list[Curve]:
     """The smallest that meets the aim at the rate of the traffic; if none does, that with the most goodput.
 
     If those that have most cannot be told apart, for example where no request meets the SLOs, it is the one that
-    comes nearest to them.
+    comes nearest to them. Behind it stand those of as many nodes that cannot be told from it.
     """
     meeting = [one for one in curves if one.now.meets]
     if meeting:
         least = min(one.candidate.num_nodes for one in meeting)
-        return (await tied_with_best(trials, [one for one in meeting if one.candidate.num_nodes == least]))[0]
+        return await tied_with_best(trials, [one for one in meeting if one.candidate.num_nodes == least])
     most_good = max((one.now.good for one in curves), key=lambda good: good.mean)
     tied = [one for one in curves if not difference(most_good, one.now.good).is_more_than_noise]
-    return min(nearest(tied), key=lambda one: one.candidate.num_nodes)
+    near = nearest(tied)
+    least = min(one.candidate.num_nodes for one in near)
+    return [one for one in near if one.candidate.num_nodes == least]
 
 
 def nearest(curves: Sequence[Curve]) -> list[Curve]:

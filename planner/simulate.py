@@ -49,7 +49,6 @@ class Bottleneck(StrEnum):
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """What one candidate came to under one workload."""
 
-    candidate: Candidate
     served: tuple[Served | None, ...]
     """Of each request, in order of arrival. None: it failed."""
     busy: dict[str, float]
@@ -61,20 +60,16 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Of KV that moved between nodes, all of them together, in that time."""
     cached_share: float
     """Of the prompt tokens of requests that were served, those found in a RadixCache."""
-    stages_s: dict[StartStage, float]
-    """Mean seconds of each stage up to the second token, over requests of which every stage is known."""
     bottleneck: Bottleneck
 
 
-def simulate(
-    candidate: Candidate, requests: Sequence[SimRequest], *, profile: Profile, slo: Slo, seed: int = 0
-) -> Run:
+def simulate(candidate: Candidate, requests: Sequence[SimRequest], *, profile: Profile, slo: Slo) -> Run:
     """Send `requests`, in order of arrival, through the fleet of `candidate` and run it until all have ended.
 
     Every node is one of `profile`, and `requests` are not empty. Requests that a fleet refuses, or cuts short, count
     as failed. The same arguments give the same run.
     """
-    fleet = SimFleet(fleet_shape(candidate, profile), profile.forward, seed=seed)
+    fleet = SimFleet(fleet_shape(candidate, profile), profile.forward)
     fleet.submit(requests)
     fleet.run(until=requests[-1].at_s)
     seconds = fleet.loop.now - requests[0].at_s
@@ -83,19 +78,16 @@ def simulate(
     whole_s = fleet.loop.now - requests[0].at_s
     if seconds <= whole_s / 2:
         busy, transfer_bytes_s = _busy(fleet, whole_s)
-    outcomes = list(fleet.outcomes.values())
-    done = [outcome for outcome in outcomes if outcome.ok]
-    served = [_served(outcome) for outcome in done]
+    done = [outcome for outcome in fleet.outcomes.values() if outcome.ok]
+    served = [outcome.served for outcome in done]
     by_request = {id(outcome.request): one for outcome, one in zip(done, served, strict=True)}
     num_failed = len(requests) - len(served)
     prompt_tokens = max(1, sum(outcome.request.input_len for outcome in done))
     return Run(
-        candidate=candidate,
         served=tuple(by_request.get(id(request)) for request in requests),
         busy=busy,
         transfer_bytes_s=transfer_bytes_s,
         cached_share=sum(outcome.cached_tokens for outcome in done) / prompt_tokens,
-        stages_s=_mean_stages(done),
         bottleneck=_bottleneck(done, served, num_failed, slo),
     )
 
@@ -120,8 +112,8 @@ def fleet_shape(candidate: Candidate, profile: Profile) -> FleetShape:
         prefill=shape,
         decode=shape,
         network=NetworkModel(
-            bandwidth_bytes_s=transfer.bandwidth_bytes_s,
-            latency_s=(transfer.message_s, transfer.message_s),
+            bandwidth_bytes_s=transfer.bytes_s,
+            latency_s=transfer.message_s,
             pages_latency_s=transfer.latency_s,
         ),
         router=profile.router,
@@ -147,25 +139,6 @@ def _busy(fleet: SimFleet, seconds: float) -> tuple[dict[str, float], float]:
 
 
 # -------------------------------------------------------------------------------------- what clients have seen
-def _served(outcome: Outcome) -> Served:
-    assert outcome.first_token_at is not None and outcome.ended_at is not None
-    sent_at = outcome.request.at_s
-    return Served(
-        ttft_s=outcome.first_token_at - sent_at,
-        e2e_s=outcome.ended_at - sent_at,
-        num_tokens=outcome.num_tokens,
-    )
-
-
-def _mean_stages(done: Sequence[Outcome]) -> dict[StartStage, float]:
-    starts = [outcome.start for outcome in done if outcome.start is not None]
-    totals: defaultdict[StartStage, float] = defaultdict(float)
-    for start in starts:
-        for stage in start.stages:
-            totals[stage.stage] += stage.seconds
-    return {stage: totals[stage] / len(starts) for stage in StartStage} if starts else {}
-
-
 _CAUSE_OF = {
     StartStage.DISPATCH: Bottleneck.ROUTER,
     StartStage.FAILOVER: Bottleneck.ROUTER,

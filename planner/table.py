@@ -12,7 +12,6 @@ from planner.answer import Answer, CandidateAnswer
 from planner.figures import Distribution
 
 _PLAIN_WIDTH = 150
-_LATENCIES = ("TTFT p50 p99, ms", "ITL p50 p99, ms")
 
 
 def print_answer(answer: Answer, console: Console | None = None) -> None:
@@ -45,12 +44,14 @@ def _question(answer: Answer) -> str:
 
 def _candidates(answer: Answer) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
-    for title in ("fleet", "up to req/s", "good now", *_LATENCIES, "busy", "link", "held back by"):
+    latencies = ("TTFT p50 p99, ms", "ITL p50 p99, ms")
+    for title in ("fleet", "up to req/s", "good now", *latencies, "busy", "link", "held back by"):
         is_words = title in ("fleet", "held back by")
         table.add_column(title, justify="left" if is_words else "right", no_wrap=True)
     for one in sorted(answer.candidates, key=lambda one: one.num_nodes):
-        style = "bold" if one.name == answer.verdict.best else None
-        table.add_row(one.name, _most(one), *_now(one), style=style)
+        table.add_row(
+            one.name, _most(one), *_now(one), style="bold" if one.name == answer.verdict.best else None
+        )
     return table
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from planner import HOW_TO_INSTALL
 from planner.profile import Profile
-from planner.words import HOW_TO_INSTALL, seconds
 from shared import cli
 from shared.errors import ConfigError
 from shared.flags import FlagParser
@@ -68,12 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(profile: Profile, console: Console) -> None:
     """The costs in words, the worst residuals, and the remarks."""
     forward, node, transfer = profile.forward, profile.node, profile.transfer
-    bandwidth = "any number of bytes" if transfer.bytes_s is None else f"{transfer.bytes_s / 1e9:.3g} GB/s"
     chunk = node.chunked_prefill_size
     table = Table(title=f"{profile.measured.model} on {profile.measured.machine}", show_header=False)
-    table.add_row(f"prompt of {chunk} tokens", seconds(forward.extend_s([(0, chunk)])))
-    table.add_row("decode step of 16 requests over 1000 tokens each", seconds(forward.decode_s(16, 16_000)))
-    table.add_row("transfer", f"{seconds(transfer.latency_s)} and {bandwidth}")
+    table.add_row(f"prompt of {chunk} tokens", f"{1e3 * forward.extend_s([(0, chunk)]):.3g} ms")
+    table.add_row(
+        "decode step of 16 requests over 1000 tokens each", f"{1e3 * forward.decode_s(16, 16_000):.3g} ms"
+    )
+    table.add_row("transfer", f"{1e3 * transfer.latency_s:.3g} ms and {transfer.bytes_s / 1e9:.3g} GB/s")
     table.add_row("KV pool", f"{node.pool_tokens} tokens of {node.kv_bytes_per_token} bytes")
     worst = max(profile.measured.residuals, key=lambda one: abs(one.error))
     table.add_row("fit", f"off by {worst.error:+.0%} at most ({worst.what})")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
-from planner.profile import Residual
+from planner.profile import MAX_BYTES_S, Residual
 
 POOR_FIT = 0.2
 """A point that is further from the fit, as a share of what was measured, is named."""
@@ -16,10 +16,6 @@ NOISY = 0.25
 """Rounds of a point that are further apart, as a share of their median, are noise."""
 MAX_FLOOR_TOKENS = 1024
 """Forwards of more tokens are never at the floor: no device needs so many to be busy."""
-MEASURABLE = 0.01
-"""Bytes that add a smaller share of the latency to the longest transfer cannot be told from noise: rounds of a point
-differ by more."""
-MAX_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +83,10 @@ def fit_extends(points: Sequence[Point]) -> tuple[float, float, float, float]:
     return best[1]
 
 
-def fit_transfers(points: Sequence[Point]) -> tuple[float, float | None]:
-    """Seconds of latency, and bytes a second, of points whose row is 1 and their bytes.
-
-    None where the longest transfer took no measurable time for its bytes: the latency alone is what any number takes.
-    """
+def fit_transfers(points: Sequence[Point]) -> tuple[float, float]:
+    """Seconds of latency, and bytes a second, of points whose row is 1 and their bytes."""
     latency_s, byte_s = fit(points)
-    if byte_s * max(point.row[1] for point in points) < MEASURABLE * latency_s:
-        return nonnegative([(1,) for _ in points], [point.typical_s for point in points])[0], None
-    return latency_s, 1 / byte_s
+    return latency_s, 1 / max(byte_s, 1 / MAX_BYTES_S)
 
 
 def remarks_of(points: Sequence[Point], residuals: Sequence[Residual]) -> Iterator[str]:
@@ -108,10 +99,9 @@ def remarks_of(points: Sequence[Point], residuals: Sequence[Residual]) -> Iterat
             f"up to {worst.spread:.0%} ({worst.what}): something else used the machine, or its clock changed; "
             "measure again when it is idle."
         )
-    poor = sorted((one for one in residuals if abs(one.error) > POOR_FIT), key=lambda one: -abs(one.error))
-    if poor:
-        named = ", ".join(f"{one.what} by {one.error:+.0%}" for one in poor[:MAX_NAMED])
+    if poor := [one for one in residuals if abs(one.error) > POOR_FIT]:
+        worst_fit = max(poor, key=lambda one: abs(one.error))
         yield (
-            f"The fit is off by more than {POOR_FIT:.0%} at {len(poor)} of {len(residuals)} points ({named}): where "
-            "the traffic has many of those, predictions are off as well."
+            f"The fit is off by more than {POOR_FIT:.0%} at {len(poor)} of {len(residuals)} points, most at "
+            f"{worst_fit.what} ({worst_fit.error:+.0%}): where traffic has many of those, predictions are off too."
         )

@@ -7,7 +7,6 @@ at once, with whatever the pool holds: how long a decode step takes does not dep
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from shared.config import NetOptions, NodeConfig
 from shared.engine.build import Engine
 from shared.engine.forward_stream import ForwardStream, GenerationBatchResult
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.engine.node_process import SWITCH_INTERVAL_S, node_parts, presence_of
+from shared.engine.node_process import node_parts, presence_of
 from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
@@ -64,15 +63,10 @@ class Forward:
 
 
 class NodeLoop:
-    """Feeds a DecodeScheduler on the calling thread, at the switch interval of a node's process until `close`.
-
-    `engine` stays the caller's to close, after that.
-    """
+    """Feeds a DecodeScheduler on the calling thread until `close`. `engine` is the caller's to close, after that."""
 
     def __init__(self, config: NodeConfig, engine: Engine, *, clock: Clock = time.perf_counter) -> None:
         self._exits = ExitStack()
-        self._exits.callback(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._stream = _TimedStream(engine.stream, clock)
         self._clock = clock
         self._random = np.random.default_rng(0)
@@ -160,20 +154,19 @@ class NodeLoop:
         worked = self._scheduler.step()
         self._host_s += self._clock() - start - (stream.away_s - away_s)
         done, stream.done = stream.done, []
-        forwards = [_forward(batch, seconds, self._host_s) for batch, seconds in done]
+        forwards = [
+            Forward(
+                extends=tuple((item.start, item.length) for item in batch.extends),
+                batch=len(batch.decodes),
+                kv_tokens=sum(item.start + item.length for item in batch.decodes),
+                seconds=seconds,
+                host_s=self._host_s,
+            )
+            for batch, seconds in done
+        ]
         if done or not worked:
             self._host_s = 0.0
         return forwards, worked
-
-
-def _forward(batch: ScheduleBatch, seconds: float, host_s: float) -> Forward:
-    return Forward(
-        extends=tuple((item.start, item.length) for item in batch.extends),
-        batch=len(batch.decodes),
-        kv_tokens=sum(item.start + item.length for item in batch.decodes),
-        seconds=seconds,
-        host_s=host_s,
-    )
 
 
 class _TimedStream:
@@ -181,9 +174,9 @@ class _TimedStream:
 
     def __init__(self, stream: ForwardStream, clock: Clock) -> None:
         self._stream = stream
-        self._clock = clock
         self._submitted_at = 0.0
-        self._done_at = 0.0
+        self.clock = clock
+        self.done_at = 0.0
         self.away_s = 0.0
         """Spent in launching forwards and in waiting for them, so far."""
         self.done: list[tuple[ScheduleBatch, float]] = []
@@ -192,29 +185,19 @@ class _TimedStream:
 
     def submit(self, batch: ModelWorkerBatch) -> Any:
         """Launch a forward."""
-        self._submitted_at = self._clock()
+        self._submitted_at = self.clock()
         forwarded = self._stream.submit(batch)
-        self.away_s += self._clock() - self._submitted_at
+        self.away_s += self.clock() - self._submitted_at
         return forwarded
 
     def sample(self, forwarded: Any, vocab_mask: Any = None) -> _TimedResult:
         """Queue its sampling."""
-        start = self._clock()
+        start = self.clock()
         pending = self._stream.sample(forwarded, vocab_mask)
-        self.away_s += self._clock() - start
+        self.away_s += self.clock() - start
         batch = self.launching()
         assert batch is not None
         return _TimedResult(self, pending, batch, self._submitted_at)
-
-    def wait(self, result: _TimedResult) -> Sampled:
-        """Wait for a forward."""
-        start = self._clock()
-        sampled = result.pending.wait()
-        end = self._clock()
-        self.away_s += end - start
-        self.done.append((result.batch, end - max(result.submitted_at, self._done_at)))
-        self._done_at = end
-        return sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +211,13 @@ class _TimedResult:
 
     def wait(self) -> Sampled:
         """Its tokens."""
-        return self.stream.wait(self)
+        stream, start = self.stream, self.stream.clock()
+        sampled = self.pending.wait()
+        end = stream.clock()
+        stream.away_s += end - start
+        stream.done.append((self.batch, end - max(self.submitted_at, stream.done_at)))
+        stream.done_at = end
+        return sampled
 
 
 class _InstantReceiver:
@@ -242,15 +231,7 @@ class _InstantReceiver:
         self.link_reports: tuple[()] = ()
         self.unreachable: dict[str, str] = {}
 
-    def open(
-        self,
-        key: ReqKey,
-        peer_id: str,
-        page_ids: Sequence[int],
-        prefix_pages: int,
-        num_known: int | None = None,
-        window_ids: Sequence[int] = (),
-    ) -> None:
+    def open(self, key: ReqKey, peer_id: str, page_ids: Sequence[int], *others: object) -> None:
         """The pages are there, and so is the first token."""
         ids, tokens = self.input_ids.pop(key), (_FIRST_TOKEN,)
         handoff = Handoff(

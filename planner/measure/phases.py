@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import platform
-from collections.abc import Iterator
+import sys
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,20 +22,17 @@ from planner.measure.fitting import remarks_of
 from planner.measure.forwards import MeasureLimits, OnProgress, measure_forwards, tasks_of
 from planner.measure.node_loop import NodeLoop
 from planner.measure.transfer import MAX_NBYTES, Shape, measure_transfers
-from planner.profile import Measured, NodeKind, Profile, TransferCost
-from planner.simulator.runner import PAGE_COPY_S
+from planner.profile import MAX_BYTES_S, Measured, NodeKind, Profile, TransferCost
 from shared.config import NodeConfig, ScheduleOptions
 from shared.engine.build import Engine, build_engine
+from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.engine.resolve import resolve_device, resolve_schedule
 from shared.kvtransfer.transports.choice import make_transports
 from shared.protocol.messages import KVLayout
 
 
 def measure(
-    config: NodeConfig,
-    *,
-    effort: MeasureLimits | None = None,
-    on_progress: OnProgress = lambda what: None,
+    config: NodeConfig, *, effort: MeasureLimits | None = None, on_progress: OnProgress = lambda what: None
 ) -> Profile:
     """The profile of a node with `config`. Raises ConfigError.
 
@@ -53,7 +50,6 @@ def measure(
         config=config, layout=layout, page_nbytes=page_nbytes, device=device, num_pages=max(num_pages, 1)
     )
     transfer, residuals, remarks = measure_transfers(shape, effort.transfer_s, on_progress)
-    remarks += not_simulated(config, profile.node.host_kv_tokens)
     measured = msgspec.structs.replace(
         profile.measured,
         residuals=(*profile.measured.residuals, *residuals),
@@ -71,25 +67,14 @@ def changed_options(schedule: ScheduleOptions) -> dict[str, Any]:
     }
 
 
-def not_simulated(config: NodeConfig, host_kv_tokens: int) -> Iterator[str]:
-    """What the flags ask for and a plan leaves out; each a sentence."""
-    for name in ("enable_jump_forward", "enable_priority_scheduling"):
-        if getattr(config.schedule, name):
-            yield f"--{name.replace('_', '-')} changes nothing in a plan: traces have no grammars and no priorities."
-    if host_kv_tokens:
-        yield (
-            f"How long KV takes to host memory and back is not measured: a plan has {1e6 * PAGE_COPY_S:g} µs for "
-            "each page of a retracted request."
-        )
-
-
 def measure_engine(
     config: NodeConfig, effort: MeasureLimits, on_progress: OnProgress = lambda what: None
 ) -> tuple[Profile, KVLayout, str]:
     """What one process measures by itself: a profile in which transfers take no time; the layout, the device.
 
-    Raises ConfigError.
+    From then on this process has the switch interval of a node's. Raises ConfigError.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     on_progress("the model is loaded")
     engine = build_engine(config, lambda what, fraction: on_progress(what))
     config = replace(config, schedule=resolve_schedule(config.schedule, engine.pool.device))
@@ -125,7 +110,7 @@ def measure_engine(
         residuals=residuals,
         remarks=tuple(remarks),
     )
-    no_time = TransferCost(latency_s=0.0, bytes_s=None)
+    no_time = TransferCost(latency_s=0.0, bytes_s=MAX_BYTES_S)
     return Profile(measured=measured, node=node, forward=costs, transfer=no_time), layout, device
 
 

@@ -32,6 +32,8 @@ from shared.errors import ConfigError
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.layout import record_digest
+from shared.kvtransfer.receiver import KVReceiver
+from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.sides import TransferSides, make_sides
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
 from shared.kvtransfer.transports.choice import make_transports
@@ -58,20 +60,9 @@ class Shape:
     """Of the longest transfer; each pool has as many."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Node:
-    """A node without a model."""
-
-    ref: NodeRef
-    sides: TransferSides
-    wake: threading.Event
-
-
 @contextlib.contextmanager
-def _node(role: Role, shape: Shape) -> Iterator[_Node]:
-    """One end, with a pool on the device, at the switch interval of a node's process."""
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+def _node(role: Role, shape: Shape) -> Iterator[tuple[NodeRef, TransferSides, threading.Event]]:
+    """A node without a model: its name, both sides over a pool on the device, and what wakes its scheduler."""
     layout, device, wake = shape.layout, torch.device(shape.device), threading.Event()
     config = replace(shape.config, net=NetOptions())
     pool = TokenToKVPool(
@@ -97,8 +88,7 @@ def _node(role: Role, shape: Shape) -> Iterator[_Node]:
         )
         with contextlib.closing(make_sides(end, presence.control)) as sides:
             presence.control.admit(sides.handlers())
-            yield _Node(ref=presence.node, sides=sides, wake=wake)
-    sys.setswitchinterval(interval_s)
+            yield presence.node, sides, wake
 
 
 def measure_transfers(
@@ -114,7 +104,10 @@ def measure_transfers(
     rounds: defaultdict[int, list[float]] = defaultdict(list)
     messages: list[float] = []
     on_progress("a second process starts")
-    with _node(Role.DECODE, shape) as node, contextlib.closing(_Receiving(shape, node)) as receiving:
+    with (
+        _node(Role.DECODE, shape) as (node, sides, wake),
+        contextlib.closing(_Receiving(shape, node, sides.receiver, wake)) as receiving,
+    ):
         receiving.transfer_s(1)
         begin = time.monotonic()
         for number in range(MAX_ROUNDS + 1):
@@ -127,26 +120,25 @@ def measure_transfers(
                     rounds[size * shape.page_nbytes].append(took_s)
                     messages.append(message_s)
     points = [
-        Point(what=f"transfer {nbytes}", row=(1, nbytes), seconds=tuple(took))
-        for nbytes, took in rounds.items()
+        Point(what=f"transfer {size}", row=(1, size), seconds=tuple(took)) for size, took in rounds.items()
     ]
     latency_s, bytes_s = fit_transfers(points)
     cost = TransferCost(latency_s=latency_s, bytes_s=bytes_s, message_s=statistics.median(messages))
-    residuals = [point.residual((latency_s, 1 / cost.bandwidth_bytes_s)) for point in points]
+    residuals = [point.residual((latency_s, 1 / bytes_s)) for point in points]
     return cost, residuals, list(remarks_of(points, residuals))
 
 
 class _Receiving:
     """This process: opens transfers, and notes when they have come."""
 
-    def __init__(self, shape: Shape, node: _Node) -> None:
+    def __init__(self, shape: Shape, node: NodeRef, receiver: KVReceiver, wake: threading.Event) -> None:
         self._num_transfers = 0
         self._random = np.random.default_rng(0)
         self._num_pages = shape.num_pages
-        self._receiver, self._wake = node.sides.receiver, node.wake
+        self._receiver, self._wake = receiver, wake
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        self._child = context.Process(target=_send, args=(there, node.ref, shape), daemon=True)
+        self._child = context.Process(target=_send, args=(there, node, shape), daemon=True)
         self._child.start()
         there.close()
         self._sender = str(self._hear())
@@ -181,14 +173,10 @@ class _Receiving:
 
     def _hear(self) -> Any:
         """What the child says: its name, and then times."""
-        if not self._pipe.poll(_TIMEOUT_S):
-            raise ConfigError(f"the second process has said nothing for {_TIMEOUT_S:g} s")
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise ConfigError(
-                "the second process has ended before its transfers: see its error above"
-            ) from None
+        with contextlib.suppress(EOFError):  # it has ended
+            if self._pipe.poll(_TIMEOUT_S):
+                return self._pipe.recv()
+        raise ConfigError("the second process has ended, or says nothing: see its error above")
 
     def close(self) -> None:
         """End the child."""
@@ -200,23 +188,29 @@ class _Receiving:
 
 def _send(pipe: Connection, receiving: NodeRef, shape: Shape) -> None:
     """The child: what a prefill scheduler does, without a model."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
-    with _node(Role.PREFILL, shape) as node, contextlib.suppress(EOFError):  # the measuring process is gone
-        pipe.send(node.ref.incarnation)
-        node.sides.peering.ensure(receiving)
+    with (
+        _node(Role.PREFILL, shape) as (node, sides, wake),
+        contextlib.suppress(EOFError),  # the measuring process is gone
+    ):
+        pipe.send(node.incarnation)
+        sides.peering.ensure(receiving)
         while (wanted := pipe.recv()) is not None:
             key, pages = wanted
-            node.sides.sender.open(key, receiving.incarnation)
+            sides.sender.open(key, receiving.incarnation)
             pipe.send(time.monotonic())
-            pipe.send(_send_pages(node, key, pages, shape.layout.page_size))
+            pipe.send(_send_pages(sides.sender, wake, key, pages, shape.layout.page_size))
 
 
-def _send_pages(node: _Node, key: ReqKey, pages: Sequence[int], page_size: int) -> float:
+def _send_pages(
+    sender: KVSender, wake: threading.Event, key: ReqKey, pages: Sequence[int], page_size: int
+) -> float:
     """Send, and return when the pages were offered."""
-    sender, offered_at = node.sides.sender, 0.0
+    offered_at = 0.0
     while True:
-        node.wake.wait(0.1)
-        node.wake.clear()
+        wake.wait(0.1)
+        wake.clear()
         sender.tick()
         for event in sender.poll():
             match event:

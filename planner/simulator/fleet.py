@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from planner.cost_model import CostModel
+from planner.figures import Served
 from planner.profile import RouterCost
 from planner.simulator.events import EventLoop
-from planner.simulator.node import NodeShape, OnLaunch, OnStep, SimNode
+from planner.simulator.node import NodeShape, SimNode
 from planner.simulator.runner import VOCAB_SIZE, token_at
 from planner.simulator.transport import NetworkModel, Transport
 from planner.traffic.trace import SimRequest
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.metrics import Metrics
-from router.dispatch.node import Loss
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.stages import Start
@@ -49,7 +48,6 @@ class Outcome:
     req: RunningReq | None
     """None once it has ended."""
     num_tokens: int = 0
-    num_ends: int = 0
     first_token_at: float | None = None
     ended_at: float | None = None
     finish: Finish | Aborted | None = None
@@ -67,10 +65,13 @@ class Outcome:
         return self.finish is not None and self.num_tokens == self.request.output_len
 
     @property
-    def ttft_s(self) -> float:
-        """From dispatch to the first token."""
-        assert self.first_token_at is not None
-        return self.first_token_at - self.started_at
+    def served(self) -> Served:
+        """What its client saw of it, if it is ok."""
+        assert self.first_token_at is not None and self.ended_at is not None
+        sent_at = self.request.at_s
+        return Served(
+            ttft_s=self.first_token_at - sent_at, e2e_s=self.ended_at - sent_at, num_tokens=self.num_tokens
+        )
 
 
 class _QuietMetrics(Metrics):
@@ -111,7 +112,6 @@ class FleetShape:
     local_prefill_tokens: int | None = 0
     prefill_policy: RoutingPolicy = round_robin
     decode_policy: RoutingPolicy = cache_aware
-    failover_s: float = 30.0
     ttft_limit_s: float | None = None
     router: RouterCost = field(default_factory=lambda: RouterCost(request_s=0.0, token_s=0.0))
 
@@ -119,37 +119,25 @@ class FleetShape:
 class SimFleet:
     """Send requests, let virtual time pass, look at `outcomes`."""
 
-    def __init__(
-        self,
-        shape: FleetShape,
-        costs: CostModel,
-        *,
-        seed: int = 0,
-        on_launch: OnLaunch | None = None,
-        on_step: OnStep | None = None,
-        audits: bool = False,
-    ) -> None:
+    node_type: type[SimNode] = SimNode
+    transport_type: type[Transport] = Transport
+
+    def __init__(self, shape: FleetShape, costs: CostModel) -> None:
         self.loop = EventLoop()
-        self.random = random.Random(seed)
         page_nbytes = shape.prefill.page_size * shape.prefill.kv_bytes_per_token
-        self.transport = Transport(self.loop, shape.network, page_nbytes, seed)
+        self.transport = self.transport_type(self.loop, shape.network, page_nbytes)
         self.outcomes: dict[str, Outcome] = {}
-        self.num_refused = 0
         self.nodes: dict[str, SimNode] = {}
         self._shape = shape
         self._costs = costs
-        self._on_launch = on_launch
-        self._on_step = on_step
-        self._audits = audits
         self.live = _Nodes()
-        self._output_lens: dict[str, int] = {}
         self._router_free_at = 0.0
         self.router_busy_s = 0.0
         self.dispatcher = Dispatcher(
             self.live,
             incarnation="router",
             policies={Role.PREFILL: shape.prefill_policy, Role.DECODE: shape.decode_policy},
-            deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=shape.failover_s),
+            deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=30.0),
             local_prefill_tokens=shape.local_prefill_tokens,
             ttft_limit_s=shape.ttft_limit_s,
             metrics=_QuietMetrics(lambda: "sim"),
@@ -165,50 +153,21 @@ class SimFleet:
     # ------------------------------------------------------------------------------------------ nodes
     def start(self, name: str, role: Role) -> SimNode:
         """A new node joins."""
-        node = SimNode(
-            name,
-            role,
-            self._shape.prefill if role is Role.PREFILL else self._shape.decode,
-            self._costs,
-            self.loop,
-            self.transport,
-            self._token,
-            self._on_message,
-            on_launch=self._on_launch,
-            on_step=self._on_step,
-            audits=self._audits,
+        shape = self._shape.prefill if role is Role.PREFILL else self._shape.decode
+        node = self.node_type(
+            name, role, shape, self._costs, self.loop, self.transport, self._token, self._on_message
         )
         self.nodes[name] = node
         self.live.of[role].append(node)
         return node
 
-    def kill(self, name: str) -> None:
-        """A node dies; the router and its peers notice a little later."""
-        node = self.nodes.pop(name)
-        node.kill()
-        notice = self.transport.draw(self.transport.model.notice_s)
-        self.loop.at(self.loop.now + notice, self._lost, node)
-
-    def _lost(self, node: SimNode) -> None:
-        if node in self.live.of[node.role]:
-            self.live.of[node.role].remove(node)
-        self.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
-
     # --------------------------------------------------------------------------------------- requests
     def submit(self, requests: Iterable[SimRequest]) -> None:
-        """Send each at its time; `requests` are in order of time and are taken one by one."""
-        self._submit_next(iter(requests))
-
-    def _submit_next(self, requests: Any) -> None:
-        request = next(requests, None)
-        if request is not None:
-            self.loop.at(request.at_s, self._send_and_go_on, request, requests)
-
-    def _send_and_go_on(self, request: SimRequest, requests: Any) -> None:
+        """Send each at its time."""
         router = self._shape.router
-        seconds = router.request_s + router.prompt_token_s * request.input_len
-        self._in_turn(seconds, self.send, request)
-        self._submit_next(requests)
+        for request in requests:
+            seconds = router.request_s + router.prompt_token_s * request.input_len
+            self.loop.at(request.at_s, self._in_turn, seconds, self.send, request)
 
     def _in_turn(self, seconds: float, run: Callable[..., object], *args: Any) -> None:
         """Run `run(*args)` on the router's one thread, which that takes `seconds`, behind all that came before."""
@@ -228,12 +187,8 @@ class SimFleet:
         try:
             req = self.dispatcher.start(work, lambda: self._take(outcome), in_time=True)
         except RequestError:
-            self.num_refused += 1
             return None
-        rid = req.key.rid
-        outcome = Outcome(rid, request, self.loop.now, req)
-        self.outcomes[rid] = outcome
-        self._output_lens[rid] = request.output_len
+        self.outcomes[req.key.rid] = outcome = Outcome(req.key.rid, request, self.loop.now, req)
         return outcome
 
     def _take(self, outcome: Outcome) -> None:
@@ -244,7 +199,6 @@ class SimFleet:
             assert token == wanted, f"{outcome.rid}: {token} at position {outcome.num_tokens}, not {wanted}"
             outcome.num_tokens += 1
         if req.ended:
-            outcome.num_ends += 1
             outcome.first_token_at, outcome.ended_at = req.first_token_at, req.ended_at
             outcome.finish, outcome.error, outcome.req = req.finish, req.error, None
             outcome.start, outcome.cached_tokens = req.start, req.cached_tokens
@@ -255,7 +209,7 @@ class SimFleet:
             )
 
     def _token(self, rid: str, position: int) -> int:
-        return token_at(rid, position, self._output_lens[rid])
+        return token_at(rid, position, self.outcomes[rid].request.output_len)
 
     def _on_message(self, node: SimNode, message: Any) -> None:
         num_tokens = sum(len(e.token_ids) for e in message.entries) if isinstance(message, Tokens) else 0
@@ -279,7 +233,6 @@ class SimFleet:
                 if not node.prefixes.apply(message):
                     node.send(CacheResync())
 
-    # ------------------------------------------------------------------------------------------- time
-    def run(self, until: float = float("inf"), *, max_events: int = 1 << 62) -> None:
+    def run(self, until: float = float("inf")) -> None:
         """Until every request has ended and nothing moves any more, or `until`."""
-        self.loop.run(until, max_events=max_events)
+        self.loop.run(until)

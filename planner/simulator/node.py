@@ -22,30 +22,24 @@ from shared.engine.profiler import Profiler
 from shared.engine.progress import Progress
 from shared.engine.vitals import Vitals
 from shared.kvcache.allocator import HostPages
-from shared.kvcache.audit import audit_idle
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.files import BUILTIN_MODEL, resolve_model
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
-    Decode,
     KVLayout,
     Load,
     NodeHello,
     NodeLimits,
     NodeRef,
-    Prefill,
     Role,
     RouterHello,
     RouterToNode,
 )
 from shared.protocol.router_port import RouterPort
-from shared.scheduling.plan import ScheduleBatch
 
 ROUTER = "router"
 PONG_S = 1.0
 OnMessage = Callable[["SimNode", Any], None]
-OnLaunch = Callable[["SimNode", ScheduleBatch], None]
-OnStep = Callable[["SimNode"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +54,15 @@ class NodeShape:
     host_kv_tokens: int = 0
     kv_bytes_per_token: int = 16_384
     """Of the network model: the built-in model in bfloat16 has 8 layers x K and V x 4 heads x 32."""
-    forward_fault: float = 0.0
-    """Of a forward that raises."""
     poll_s: float = 0.05
     """How often a node that waits for time to pass looks again; IDLE_WAIT_S of a node process."""
 
 
 class SimVitals(Vitals):
-    """Audits an idle node only where the simulation asks for it, and then lets a leak end it."""
+    """A simulated node is not audited when it is idle."""
 
     def _audit(self) -> None:
-        if self.audits:
-            audit_idle(self._ledger)
-
-    audits = False
+        pass
 
 
 class _Wake:
@@ -96,6 +85,9 @@ class _Outbox:
 class SimNode(Node):
     """Stands for a node on both ends: it runs the scheduler, and the dispatcher sees it as its `Node`."""
 
+    stream_type: type[SimStream] = SimStream
+    vitals_type: type[SimVitals] = SimVitals
+
     def __init__(
         self,
         name: str,
@@ -106,49 +98,25 @@ class SimNode(Node):
         transport: Transport,
         token_of: TokenOf,
         on_message: OnMessage,
-        *,
-        on_launch: OnLaunch | None = None,
-        on_step: OnStep | None = None,
-        audits: bool = False,
     ) -> None:
-        self.alive = True
         self.clock = NodeClock(loop)
-        self.num_steps = 0
-        self.rids: set[str] = set()
-        """Of the requests that were sent to it."""
         self._loop = loop
         self._transport = transport
         self._ping_at = loop.now
         self._pong = Load()
         self._on_message = on_message
-        self._on_step = on_step
         self._poll_s = shape.poll_s
         self._next_step_at: float | None = None
         wake = _Wake(self.wake)
         config = _config(shape)
-        self.stream = SimStream(
-            self.clock,
-            costs,
-            token_of,
-            on_launch=None if on_launch is None else lambda batch: on_launch(self, batch),
-            fail=shape.forward_fault,
-            rng=transport.random,
-        )
+        self.stream = self.stream_type(self.clock, costs, token_of)
         engine = sim_engine(config, self.stream, self.clock, shape.page_size * shape.kv_bytes_per_token)
-        hello = NodeHello(
-            NodeRef(name, name, "sim"),
-            role,
-            engine.layout,
-            engine.limits,
-            {},
-            PROTOCOL_VERSION,
-            is_exact=True,
-        )
+        ref, layout = NodeRef(name, name, "sim"), engine.layout
+        hello = NodeHello(ref, role, layout, engine.limits, {}, PROTOCOL_VERSION, is_exact=True)
         super().__init__(hello)
         self.kv_nbytes_per_token = shape.kv_bytes_per_token
         self.ledger = engine.ledger
-        self.vitals = SimVitals(self.ledger, engine.progress, self.clock)
-        self.vitals.audits = audits
+        self.vitals = self.vitals_type(self.ledger, engine.progress, self.clock)
         self._port = RouterPort(_Outbox(self), hello, self.vitals.load, wake, self.clock)  # type: ignore[arg-type]
         self.sides = SimSides(self.ref, engine.layout, transport, self.clock, self.wake)
         parts = NodeParts(
@@ -167,21 +135,18 @@ class SimNode(Node):
         """There is something to hear: step as soon as the scheduler thread is free."""
         self._step_at(max(self._loop.now, self.clock.free_at))
 
-    def kill(self) -> None:
-        """It is gone at once, in the middle of whatever it did."""
-        self.alive = False
-        self._transport.kill(self.ref.node_id)
-
     def _step_at(self, time: float) -> None:
         if self._next_step_at is None or time < self._next_step_at:
             self._next_step_at = time
             self._loop.at(time, self._step, time)
 
     def _step(self, planned: float) -> None:
-        if not self.alive or planned != self._next_step_at:
-            return
-        self._next_step_at = None
-        self.num_steps += 1
+        if planned == self._next_step_at:
+            self._next_step_at = None
+            self.step()
+
+    def step(self) -> None:
+        """Take a turn of the scheduler, and plan the next one."""
         self._answer_ping()
         self.clock.in_step = True
         worked = self.scheduler.step()
@@ -191,8 +156,6 @@ class SimNode(Node):
             self._step_at(now)
         elif self.scheduler.reqs or len(self.scheduler.lending):
             self._step_at(now + self._poll_s)
-        if self._on_step is not None:
-            self._on_step(self)
 
     # ------------------------------------------------------------------------------------- the router
     @property
@@ -209,21 +172,15 @@ class SimNode(Node):
 
     def send(self, message: RouterToNode) -> None:
         """Queue a message of the router."""
-        if isinstance(message, Prefill | Decode):
-            self.rids.add(message.key.rid)
-        self._transport.deliver(self._loop.now, ROUTER, self.ref.node_id, self._hear, message)
+        self._transport.deliver(self._loop.now, ROUTER, self.ref.node_id, self.hear, message)
 
     def say(self, message: Any) -> None:
         """Tell the router something."""
-        self._transport.deliver(self.clock(), self.ref.node_id, ROUTER, self._said, message)
+        self._transport.deliver(self.clock(), self.ref.node_id, ROUTER, self._on_message, self, message)
 
-    def _hear(self, message: RouterToNode) -> None:
-        if self.alive:
-            self._port.on_message(ROUTER, message)
-
-    def _said(self, message: Any) -> None:
-        if self.alive:
-            self._on_message(self, message)
+    def hear(self, message: RouterToNode) -> None:
+        """A message of the router is there."""
+        self._port.on_message(ROUTER, message)
 
 
 def _config(shape: NodeShape) -> NodeConfig:

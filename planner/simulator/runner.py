@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,11 +22,6 @@ PAGE_COPY_S = 2e-5
 
 TokenOf = Callable[[str, int], int]
 """(rid, output position) -> token. Whoever computes it, wherever, whenever: the same."""
-OnLaunch = Callable[[ScheduleBatch], None]
-
-
-class ForwardFailed(RuntimeError):
-    """A fault: this forward raises."""
 
 
 def token_at(rid: str, position: int, output_len: int) -> int:
@@ -44,13 +38,10 @@ class SimResult:
     clock: NodeClock
     done_at: float
     token_ids: list[int]
-    failed: bool
 
     def wait(self) -> Sampled:
         """The tokens, when the forward has ended."""
         self.clock.wait_until(self.done_at)
-        if self.failed:
-            raise ForwardFailed("forward told to fail")
         return Sampled(self.token_ids)
 
 
@@ -75,46 +66,25 @@ class SimStream:
     for a device, names neither.
     """
 
-    def __init__(
-        self,
-        clock: NodeClock,
-        costs: CostModel,
-        token_of: TokenOf,
-        *,
-        on_launch: OnLaunch | None = None,
-        fail: float = 0.0,
-        rng: random.Random | None = None,
-    ) -> None:
+    def __init__(self, clock: NodeClock, costs: CostModel, token_of: TokenOf) -> None:
         self._clock = clock
         self._costs = costs
         self._token_of = token_of
-        self._on_launch = on_launch
-        self._fail = fail
-        self._random = rng or random.Random(0)
         self._free_at = 0.0
         self.busy_s = 0.0
-        self.num_forwards = 0
-        self.num_extend_tokens = 0
-        self.fail_next = False
 
     def submit(self, scheduled: ScheduleBatch) -> SimResult:
         """Queue a forward behind those before it."""
-        if self._on_launch is not None:
-            self._on_launch(scheduled)
         seconds = self._seconds(scheduled)
         self._clock.wait_until(self._clock() + self._costs.host_s(len(scheduled.items)))
         self._free_at = max(self._free_at, self._clock()) + seconds
         self.busy_s += seconds
-        self.num_forwards += 1
-        self.num_extend_tokens += sum(item.length for item in scheduled.extends)
         tokens = [
             self._token_of(item.req.key.rid, item.position)
             for item in scheduled.items
             if item.position is not None
         ]
-        failed = self.fail_next or (self._fail > 0 and self._random.random() < self._fail)
-        self.fail_next = False
-        return SimResult(self._clock, self._free_at, tokens, failed)
+        return SimResult(self._clock, self._free_at, tokens)
 
     def sample(self, forwarded: SimResult, vocab_mask: object = None) -> SimResult:
         """Nothing is drawn, so nothing is masked."""

@@ -12,7 +12,6 @@ leases and the deadlines of a transfer that is under way are not simulated.
 from __future__ import annotations
 
 import math
-import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.transports.choice import Transports
 from shared.kvtransfer.transports.common import RingArrival, receive_into
-from shared.protocol.messages import KVLayout, NodeRef, ReqKey
-from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, PeerLeft, Place, Ready
+from shared.protocol.messages import KVLayout, NodeRef
+from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Place, Ready
 
 OPTIONS = TransferOptions(
     num_slots=1 << 20,  # offers queue at the cards, as chunks of real slots do, and not for a grant
@@ -46,71 +45,47 @@ MAX_PAGES = 1 << 20
 """The most pages of a chunk, so many that an offer is always one chunk."""
 TIMED = Ready | Handoff | Done | CancelTransfer
 """Messages that take their latency. Offers and the messages of a link take none: the time of pages covers them."""
-OF_A_TRANSFER = Offer | TIMED
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkModel:
-    """Links between nodes. Pairs are (least, most) seconds, drawn anew each time."""
+    """Links between nodes."""
 
     bandwidth_bytes_s: float = 1.25e9
     """Of one node's card, in each direction: 10 Gbit/s."""
-    latency_s: tuple[float, float] = (0.0002, 0.0002)
-    """Of a message."""
-    pages_latency_s: float | None = None
-    """Of pages, on top of their length. None: that of a message."""
-    notice_s: tuple[float, float] = (0.005, 0.05)
-    """Until the others notice that a node has died."""
-    transfer_fault: float = 0.0
-    """Of a transfer breaking off, where each of its messages comes."""
+    latency_s: float = 0.0002
+    """Of a message, in seconds."""
+    pages_latency_s: float = 0.0002
+    """Of pages, on top of their length."""
 
 
 class Transport:
     """The wires between all nodes and routers. Messages of one party to another keep their order."""
 
-    def __init__(self, loop: EventLoop, model: NetworkModel, page_nbytes: int, seed: int) -> None:
+    def __init__(self, loop: EventLoop, model: NetworkModel, page_nbytes: int) -> None:
         self.loop = loop
         self.model = model
-        self.random = random.Random(seed)
         self.nbytes = 0
         self.page_nbytes = page_nbytes
         self.links: dict[str, dict[int, SimLink]] = {}
         """Both ends of each link, by its name and their rank."""
-        self._sides: dict[str, SimSides] = {}
-        self._last_arrival: dict[tuple[str, str], float] = defaultdict(float)
+        self.sides: dict[str, SimSides] = {}
+        """Of each node, by its name."""
         self._egress_free: dict[str, float] = defaultdict(float)
         self._ingress_free: dict[str, float] = defaultdict(float)
         self._egress_busy_s: dict[str, float] = defaultdict(float)
         self._ingress_busy_s: dict[str, float] = defaultdict(float)
 
-    def join(self, sides: SimSides) -> None:
-        """A node is there."""
-        self._sides[sides.name] = sides
-
-    def kill(self, name: str) -> None:
-        """A node is gone with all it held; the others notice one by one."""
-        del self._sides[name]
-        for other in list(self._sides.values()):
-            self.loop.at(self.loop.now + self.draw(self.model.notice_s), other.lose, name)
-
-    def lives(self, name: str) -> bool:
-        """False once it was killed."""
-        return name in self._sides
-
     def deliver(self, at: float, sender: str, to: str, run: Callable[..., None], *args: object) -> None:
         """Call `run` when a message sent at `at` arrives, in order with the others of this pair."""
-        arrival = at + self.draw(self.model.latency_s)
-        if self.model.latency_s[0] != self.model.latency_s[1]:
-            pair = (sender, to)
-            arrival = self._last_arrival[pair] = max(arrival, self._last_arrival[pair])
-        self.loop.at(arrival, run, *args)
+        self.loop.at(at + self.model.latency_s, run, *args)
 
     def send(self, at: float, sender: str, to: str, message: Any, *, by_sender: bool) -> None:
         """A message between two nodes, of the sending side of one to the receiving side of the other or back."""
         if isinstance(message, TIMED):
-            self.deliver(at, sender, to, self._hand_over, sender, to, message, by_sender)
+            self.deliver(at, sender, to, self.hand_over, sender, to, message, by_sender)
         else:
-            self.loop.at(at, self._hand_over, sender, to, message, by_sender)
+            self.loop.at(at, self.hand_over, sender, to, message, by_sender)
 
     def start_pages(self, sender: str, to: str, nbytes: int) -> tuple[float, float]:
         """Pages that leave now: when the cards will have sent them, and when they will be there."""
@@ -119,29 +94,16 @@ class Transport:
         self._egress_free[sender] = self._ingress_free[to] = end
         self._egress_busy_s[sender] += end - start
         self._ingress_busy_s[to] += end - start
-        latency_s = self.model.pages_latency_s
-        return end, end + (self.draw(self.model.latency_s) if latency_s is None else latency_s)
+        return end, end + self.model.pages_latency_s
 
     @property
     def most_busy_s(self) -> float:
         """How long the busiest card has sent, or received."""
         return max((*self._egress_busy_s.values(), *self._ingress_busy_s.values()), default=0.0)
 
-    def breaks(self) -> bool:
-        """Whether a transfer breaks off here."""
-        return self.model.transfer_fault > 0 and self.random.random() < self.model.transfer_fault
-
-    def draw(self, bounds: tuple[float, float]) -> float:
-        """A duration."""
-        return bounds[0] if bounds[0] == bounds[1] else self.random.uniform(*bounds)
-
-    def _hand_over(self, sender: str, to: str, message: Any, by_sender: bool) -> None:
-        sides = self._sides.get(to)
-        is_of_a_transfer = isinstance(message, OF_A_TRANSFER)
-        if sides is None or (sender not in self._sides and not is_of_a_transfer):
-            return
-        if is_of_a_transfer and self.breaks():
-            sides.break_off(message.key)
+    def hand_over(self, sender: str, to: str, message: Any, by_sender: bool) -> None:
+        """A message is there."""
+        sides = self.sides[to]
         (sides.receiver if by_sender else sides.sender).on_message(sender, message)
         sides.step_links()
 
@@ -179,33 +141,15 @@ class SimSides:
 
         self.sender = KVSender(endpoint(by_sender=True))
         self.receiver = KVReceiver(endpoint(by_sender=False))
-        transport.join(self)
-
-    @property
-    def is_empty(self) -> bool:
-        """There is no transfer."""
-        return not len(self.sender.transfers) and not len(self.receiver.transfers)
-
-    def break_off(self, key: ReqKey) -> None:
-        """A fault: a transfer breaks here."""
-        if self.sender.transfers.get(key) is not None:
-            self.sender.cancel(key, "the link broke (prefill node)")
-        self.receiver.refused(key, "the link broke (decode node)")
-
-    def lose(self, peer: str) -> None:
-        """A peer is gone, which this node notices now."""
-        self._dialled.discard(peer)
-        self.sender.on_disconnected(peer, "the decode node is gone")
-        self.receiver.on_message(peer, PeerLeft())
-        self.step_links()
+        transport.sides[self.name] = self
 
     # ----------------------------------------------------------------------------------------- Peering
     def set_peers(self, router: str, nodes: Sequence[NodeRef]) -> None:
         """A node dials those that it is to send to, when it first hears of that."""
 
     def ensure(self, node: NodeRef) -> None:
-        """Dial a node that lives; the connection is there at once."""
-        if node.incarnation not in self._dialled and self._transport.lives(node.incarnation):
+        """Dial a node, if it is there; the connection is there at once."""
+        if node.incarnation not in self._dialled and node.incarnation in self._transport.sides:
             self._dialled.add(node.incarnation)
             self.sender.on_connected(node.incarnation)
 
@@ -288,11 +232,9 @@ class SimLink:
         """It has no threads and no descriptors."""
 
     def _arrive(self, peer: SimLink, seq: int, header: bytes, nbytes: int) -> None:
-        transport = self._transport
-        if self.is_aborted or peer.is_aborted or not transport.lives(self.sides.name):
-            return
-        if transport.lives(peer.sides.name):
-            transport.nbytes += nbytes
+        there = self._transport.sides
+        if not (self.is_aborted or peer.is_aborted) and {self.sides.name, peer.sides.name} <= there.keys():
+            self._transport.nbytes += nbytes
             op, slot = peer._receives.pop(seq)
             slot.header = header
             op.finish()

@@ -2,7 +2,7 @@
 
 900:2000 is a median and a 99th percentile, the two figures that a metrics page shows, of a log-normal distribution.
 Lengths of real traffic are skewed like that: prompts of Azure's conversations have a median of 1035 and a 99th
-percentile of 4122 tokens. 900..2000 is any length from 900 to 2000, each as likely, and 900 is that length alone.
+percentile of 4122 tokens. 900 is that length alone.
 """
 
 from __future__ import annotations
@@ -22,33 +22,27 @@ _Z99 = NormalDist().inv_cdf(0.99)
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Of prompts or of answers, in tokens: log-normal around `median`, or uniform from `low` to `high`."""
+    """Of prompts or of answers, in tokens: log-normal."""
 
-    low: int
-    high: int
-    is_uniform: bool
-    """Otherwise `low` is the median, and `high` the 99th percentile."""
+    median: int
+    p99: int
 
     @classmethod
     def parse(cls, flag: str, text: str) -> Lengths:
-        """MEDIAN:P99, LOW..HIGH or LENGTH. Raises ConfigError that names `flag`."""
-        is_uniform = ".." in text
-        first, found, second = text.partition(".." if is_uniform else ":")
+        """MEDIAN:P99 or LENGTH. Raises ConfigError that names `flag`."""
+        first, found, second = text.partition(":")
         parts = (first, second if found else first)
         numbers = [int(part) if len(part) < 9 and part.isdecimal() else 0 for part in parts]
         if not 1 <= numbers[0] <= numbers[1] <= MAX_TOKENS:
             raise ConfigError(
-                f"{flag} {text}: it must be MEDIAN:P99, LOWEST..HIGHEST or one length, in tokens from 1 to "
-                f"{MAX_TOKENS}, the smaller first"
+                f"{flag} {text}: it is MEDIAN:P99 or one length, from 1 to {MAX_TOKENS} tokens, the smaller first"
             )
-        return cls(low=numbers[0], high=numbers[1], is_uniform=is_uniform)
+        return cls(median=numbers[0], p99=numbers[1])
 
     def draw(self, rng: random.Random) -> int:
         """One length."""
-        if self.is_uniform:
-            return rng.randint(self.low, self.high)
-        sigma = math.log(self.high / self.low) / _Z99
-        return min(MAX_TOKENS, max(1, round(self.low * math.exp(sigma * rng.gauss(0.0, 1.0)))))
+        sigma = math.log(self.p99 / self.median) / _Z99
+        return min(MAX_TOKENS, max(1, round(self.median * math.exp(sigma * rng.gauss(0.0, 1.0)))))
 
 
 def drawn_trace(*, rate: float, prompt: Lengths, output: Lengths, num_requests: int, seed: int = 0) -> Trace:

@@ -23,11 +23,8 @@ from planner.traffic.trace import BLOCK_TOKENS, MAX_TOKENS, SimRequest, Trace
 from router.api.prefix_hashes import HASH_NBYTES
 from shared.errors import ConfigError
 
-MAX_PLAUSIBLE_RATE = 1000.0
-"""Requests a second. A trace above it was probably read with the wrong unit of time."""
 _BLOCK_SIZES = (BLOCK_TOKENS, 16, 32, 64, 128, 256, 1024, 8, 2048, 4096)
 """Tokens of one hash id that traces have, the likely ones first: Mooncake's, then a page's."""
-_GZIP = b"\x1f\x8b"
 _EVENT = re.compile(rb'^[^"]*?\brequest (request_id=.*)$')
 """No quote may stand before it: the values of other events that a client may choose are quoted."""
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)(?: |$)')
@@ -69,15 +66,8 @@ class _TimedLine(msgspec.Struct):
     hash_ids: tuple[int, ...] = ()
 
 
-_FIELDS = {
-    TraceFormat.VLLM: {"chat_id", "timestamp", "input_length"},  # Alibaba's traces, in seconds
-    TraceFormat.MOONCAKE: {"timestamp", "input_length"},
-}
-"""By which a format is known."""
-
-
 def read_trace(path: Path, trace_format: TraceFormat | None = None) -> Trace:
-    """Read a trace, plain or gzip. Its format is told by its first line, unless `trace_format` names it.
+    """Read a trace, gzipped if so named. Its format is told by its first line, unless `trace_format` names it.
 
     Lines may be in any order of time. Requests without a prompt or an answer are left out, which a remark says.
     Raises ConfigError that names the line and the field, or says that there is nothing to plan.
@@ -125,10 +115,9 @@ class _Reader:
                 f"{trace_format}; --trace-format names another, and a router's log needs --log-requests"
             )
         arrivals.sort(key=lambda one: one.at_s)
-        seconds = arrivals[-1].at_s - arrivals[0].at_s
         return Trace(
             requests=self._requests(arrivals, log.block_tokens or self._sizes[0]),
-            remarks=(*log.remarks(), *self._remarks(len(arrivals), seconds)),
+            remarks=(*log.remarks(), *self._remarks()),
         )
 
     def _requests(self, arrivals: Sequence[_Arrival], block_tokens: int) -> list[SimRequest]:
@@ -143,9 +132,7 @@ class _Reader:
         return requests
 
     def _lines(self, path: Path) -> Iterator[bytes]:
-        with path.open("rb") as raw:
-            is_packed = raw.read(len(_GZIP)) == _GZIP
-        with gzip.open(path) if is_packed else path.open("rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for self.line_number, line in enumerate(file, 1):
                 stripped = line.strip().removeprefix(b"\xef\xbb\xbf")
                 if stripped:
@@ -164,14 +151,9 @@ class _Reader:
             )
         self._sizes = possible
 
-    def _remarks(self, num_reqs: int, seconds: float) -> Iterator[str]:
+    def _remarks(self) -> Iterator[str]:
         if self._num_left_out:
             yield f"Requests without a prompt or an answer are left out: {self._num_left_out}."
-        if num_reqs > MAX_PLAUSIBLE_RATE * seconds > 0:
-            yield (
-                f"The trace has {num_reqs / seconds:.0f} requests a second. If its timestamps are seconds and not "
-                f"milliseconds, --trace-format {TraceFormat.VLLM} reads them so."
-            )
         if not self._names:
             yield (
                 "The trace does not tell which prompts share a prefix, so no prompt is planned to find any of its "
@@ -188,10 +170,9 @@ def _format_of(line: bytes) -> TraceFormat:
         names = set(json.loads(line))
     except (ValueError, TypeError):
         names = set()
-    for trace_format, fields in _FIELDS.items():
-        if fields <= names:
-            return trace_format
-    raise _BadLine("its fields are of no known trace; docs/planning.md lists them")
+    if not {"timestamp", "input_length"} <= names:
+        raise _BadLine("its fields are of no known trace; docs/planning.md lists them")
+    return TraceFormat.VLLM if "chat_id" in names else TraceFormat.MOONCAKE  # Alibaba's traces are in seconds
 
 
 def _parser_of(trace_format: TraceFormat) -> _Parse:
@@ -257,10 +238,7 @@ class _RouterLog:
                 "known, so they are left out: the real load was higher."
             )
         if len(self._keys) > 1:
-            yield (
-                f"The log has prefix hashes under {len(self._keys)} keys, which cannot be compared with each other, "
-                "so less reuse is planned than there was. Routers with one --fleet-key have one key."
-            )
+            yield f"Prefixes are under {len(self._keys)} keys of routers, so less reuse is planned than there was."
 
 
 def _length(text: str) -> int:

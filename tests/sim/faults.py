@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
-from planner.simulator.fleet import SimFleet
-from planner.simulator.node import SimNode
 from shared.protocol.messages import ReqKey, Role
 from shared.timeline import ReqStage
+from tests.sim.watched_fleet import WatchedFleet, WatchedNode, break_off
 
 
-def is_empty(node: SimNode) -> bool:
+def is_empty(node: WatchedNode) -> bool:
     """It holds no request and no transfer."""
-    return not node.scheduler.reqs and node.sides.is_empty
+    sides = node.sides
+    return not (node.scheduler.reqs or len(sides.sender.transfers) or len(sides.receiver.transfers))
 
 
 class Place(StrEnum):
@@ -42,7 +42,7 @@ class Fault(StrEnum):
     KILL = "its node dies"
 
 
-def places(node: SimNode) -> Iterator[tuple[Place, ReqKey]]:
+def places(node: WatchedNode) -> Iterator[tuple[Place, ReqKey]]:
     """Where each request of a node is."""
     waiting = {req.key for req in node.scheduler.batcher.waiting_queue}
     chunked = node.scheduler.batcher.chunked_req
@@ -72,11 +72,11 @@ class Saboteur:
         self.fault = fault
         self.victim: ReqKey | None = None
         self.struck_at = 0.0
-        self.fleet: SimFleet | None = None
+        self.fleet: WatchedFleet | None = None
         self._seen: set[ReqKey] = set()
         self._nth = nth
 
-    def look(self, node: SimNode) -> None:
+    def look(self, node: WatchedNode) -> None:
         """After each step of each node."""
         if self.victim is not None or self.fleet is None:
             return
@@ -89,7 +89,7 @@ class Saboteur:
                     self.fleet.loop.at(node.clock.free_at, self._strike, self.fleet, node, key)
                     return
 
-    def _strike(self, fleet: SimFleet, node: SimNode, key: ReqKey) -> None:
+    def _strike(self, fleet: WatchedFleet, node: WatchedNode, key: ReqKey) -> None:
         outcome = fleet.outcomes[key.rid]
         self.struck_at = fleet.loop.now
         match self.fault:
@@ -98,7 +98,7 @@ class Saboteur:
             case Fault.STOP if outcome.req is not None:
                 fleet.dispatcher.stop(outcome.req, outcome.num_tokens)
             case Fault.BREAK:
-                node.sides.break_off(key)
+                break_off(node.sides, key)
             case Fault.FORWARD:
                 node.stream.fail_next = True
             case Fault.KILL:

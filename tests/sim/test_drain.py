@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from planner.cost_model import CostModel
-from planner.simulator.fleet import FleetShape, SimFleet
-from planner.simulator.node import SimNode
+from planner.simulator.fleet import FleetShape
 from planner.traffic.trace import SimRequest
 from router.dispatch.node import Loss
 from shared.protocol.messages import Drain, ReqKey
 from tests.cluster import Cluster
 from tests.sim.faults import is_empty
 from tests.sim.test_moves import config, params, prompt, wanted
+from tests.sim.watched_fleet import WatchedFleet, WatchedNode
 from tests.token_engine import token_engine
 
 NUM_NEW = 60
@@ -46,7 +46,7 @@ def test_a_prefill_node_hands_back_what_it_has_not_begun() -> None:
         cluster.assert_idle()
 
 
-def drain(fleet: SimFleet, node: SimNode, timeout_s: float) -> None:
+def drain(fleet: WatchedFleet, node: WatchedNode, timeout_s: float) -> None:
     """A node gets nothing new, moves or finishes what it holds, and leaves: as by `FleetChanges`."""
     fleet.live.of[node.role].remove(node)
     node.send(Drain(timeout_s))
@@ -60,7 +60,8 @@ def drain(fleet: SimFleet, node: SimNode, timeout_s: float) -> None:
             fleet.loop.at(fleet.loop.now + 0.05, look)
             return
         del fleet.nodes[node.ref.node_id]
-        node.kill()
+        node.alive = False
+        fleet.transport.kill(node.ref.node_id)
         fleet.dispatcher.on_node_lost(node, "drained", Loss.LEFT)
 
     look()
@@ -68,7 +69,7 @@ def drain(fleet: SimFleet, node: SimNode, timeout_s: float) -> None:
 
 def test_a_simulated_node_that_is_drained_leaves_when_it_is_empty() -> None:
     """Of each role, under load: nothing is lost, what runs moves, and the node's pages are not missed."""
-    fleet = SimFleet(FleetShape(num_prefill=2, num_decode=2), COSTS)
+    fleet = WatchedFleet(FleetShape(num_prefill=2, num_decode=2), COSTS)
     requests = [SimRequest(0.1 * i, 300, 200, tuple(range(100 * i, 100 * i + 10)), 32) for i in range(40)]
     fleet.submit(requests)
     fleet.run(until=2.0)

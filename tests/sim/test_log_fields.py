@@ -8,16 +8,18 @@ import shlex
 import pytest
 
 from planner.cost_model import CostModel
-from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.fleet import FleetShape, Outcome
+from planner.traffic.trace import SimRequest
 from shared.protocol.messages import Role, Work
 from shared.protocol.sampling_params import SamplingParams
+from tests.sim.watched_fleet import WatchedFleet
 
 COSTS = CostModel(a=0.0073, b=1.4e-4, c=1.6e-9, d=0.0097, e=2.3e-4, f=3.8e-6)
 
 
 def test_every_line_of_a_request_that_failed_over(caplog: pytest.LogCaptureFixture) -> None:
-    fleet = SimFleet(FleetShape(num_prefill=2, num_decode=1), COSTS)
-    fleet._output_lens["1"] = 4
+    fleet = WatchedFleet(FleetShape(num_prefill=2, num_decode=1), COSTS)
+    fleet.outcomes["1"] = Outcome("1", SimRequest(0.0, 800, 4, (), 1), 0.0, None)
     with caplog.at_level(logging.DEBUG, "baton"):
         work = Work(tuple(range(100, 900)), SamplingParams(max_new_tokens=4))
         req = fleet.dispatcher.start(work, lambda: None, rid="mine")

@@ -6,11 +6,12 @@ import random
 import time
 
 from planner.cost_model import CostModel
-from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.fleet import FleetShape
 from planner.simulator.node import NodeShape, SimNode
 from shared.config import ScheduleOptions
 from shared.scheduling.plan import ScheduleBatch
 from tests.sim.decisions import DecisionLog
+from tests.sim.watched_fleet import WatchedFleet
 from tests.sim.workloads import chats
 
 COSTS = CostModel(a=3e-5, b=1e-6, c=1e-9, d=0.008, e=2e-4, f=1e-6)
@@ -40,14 +41,14 @@ def run(delay_s: float) -> tuple[dict[str, list[str]], int, int]:
     )
     shape = NodeShape(pool_tokens=256, page_size=4, context_length=96, schedule=schedule, host_kv_tokens=512)
     log = OnMachine(delay_s)
-    fleet = SimFleet(
+    fleet = WatchedFleet(
         FleetShape(prefill=shape, decode=shape, local_prefill_tokens=12),
         COSTS,
         on_launch=log.on_launch,
         audits=True,
     )
     fleet.submit(chats(random.Random(1), 120, gap_s=0.002, block_tokens=4, output_len=(6, 40)))
-    fleet.run(max_events=400_000)
+    fleet.run()
     assert all(outcome.ok for outcome in fleet.outcomes.values())
     count = fleet.nodes["d0000"].scheduler.batcher.retraction.count
     return log.text(), count.num_host, count.num_recompute

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from planner.cost_model import CostModel
-from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.fleet import FleetShape
 from planner.simulator.node import NodeShape
 from shared.config import ScheduleOptions
 from shared.scheduling.schedule_policy import POLICIES
 from tests.sim.decisions import DecisionLog
+from tests.sim.watched_fleet import WatchedFleet
 from tests.sim.workloads import chats
 
 GOLDEN = Path(__file__).with_name("decisions.golden.json")
@@ -38,9 +39,11 @@ def decide(policy: str) -> dict[str, list[str]]:
     prefill = NodeShape(pool_tokens=160, page_size=4, context_length=96, schedule=schedule)
     decode = NodeShape(pool_tokens=320, page_size=4, context_length=96, schedule=schedule)
     log = DecisionLog()
-    fleet = SimFleet(FleetShape(prefill=prefill, decode=decode), COSTS, on_launch=log.on_launch, audits=True)
+    fleet = WatchedFleet(
+        FleetShape(prefill=prefill, decode=decode), COSTS, on_launch=log.on_launch, audits=True
+    )
     fleet.submit(chats(random.Random(5), 24, gap_s=0.001, block_tokens=4, output_len=(6, 20)))
-    fleet.run(max_events=100_000)
+    fleet.run()
     assert all(outcome.ok for outcome in fleet.outcomes.values())
     return log.text()
 

@@ -10,8 +10,8 @@ from enum import Enum
 import pytest
 
 from planner.cost_model import CostModel
-from planner.simulator.fleet import FleetShape, SimFleet
-from planner.simulator.node import NodeShape, SimNode
+from planner.simulator.fleet import FleetShape
+from planner.simulator.node import NodeShape
 from planner.traffic.trace import SimRequest
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
@@ -19,6 +19,7 @@ from shared.scheduling.plan import ScheduleBatch
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import POLICIES
 from tests.sim.faults import is_empty
+from tests.sim.watched_fleet import WatchedFleet, WatchedNode
 from tests.sim.workloads import chats
 
 COSTS = CostModel(a=0.004, b=2e-4, c=1e-8, d=0.002, e=1e-5, f=1e-7)
@@ -45,7 +46,7 @@ class WaitLog:
         self.of: dict[str, Waited] = {}
         self._num_launched = 0
 
-    def on_launch(self, node: SimNode, batch: ScheduleBatch) -> None:
+    def on_launch(self, node: WatchedNode, batch: ScheduleBatch) -> None:
         if node.role != "prefill":
             return
         self._num_launched += 1
@@ -66,7 +67,7 @@ def flood(rng: random.Random) -> list[SimRequest]:
     return sorted([*favourites, *others], key=lambda request: request.at_s)
 
 
-def serve(policy: str, aging_steps: int, short_prompt_share: float = 0.5) -> tuple[WaitLog, SimFleet]:
+def serve(policy: str, aging_steps: int, short_prompt_share: float = 0.5) -> tuple[WaitLog, WatchedFleet]:
     schedule = ScheduleOptions(
         schedule_policy=policy,
         chunked_prefill_size=CHUNK,
@@ -77,9 +78,9 @@ def serve(policy: str, aging_steps: int, short_prompt_share: float = 0.5) -> tup
     )
     shape = NodeShape(pool_tokens=40_000, page_size=8, context_length=256, schedule=schedule)
     log = WaitLog()
-    fleet = SimFleet(FleetShape(prefill=shape, decode=shape), COSTS, on_launch=log.on_launch)
+    fleet = WatchedFleet(FleetShape(prefill=shape, decode=shape), COSTS, on_launch=log.on_launch)
     fleet.submit(flood(random.Random(1)))
-    fleet.run(max_events=200_000)
+    fleet.run()
     assert all(outcome.ok for outcome in fleet.outcomes.values())
     return log, fleet
 
@@ -140,7 +141,7 @@ class AdmissionLog:
         self.admitted: dict[str, tuple[int, Req]] = {}
         """Each request, and the step after which it held pages."""
 
-    def on_step(self, node: SimNode) -> None:
+    def on_step(self, node: WatchedNode) -> None:
         if node.role is self._role:
             self._num_steps += 1
             for key, req in node.scheduler.reqs.items():
@@ -177,13 +178,13 @@ def passed(place: Place, long_priority: int = 0, **schedule: object) -> tuple[li
     log = AdmissionLog(Role.PREFILL if place is Place.PREFILL else Role.DECODE)
     num_retractions = 0
 
-    def on_step(node: SimNode) -> None:
+    def on_step(node: WatchedNode) -> None:
         nonlocal num_retractions
         log.on_step(node)
-        if not any(one.num_ends for one in fleet.outcomes.values() if one.request is long):
+        if not any(one.ended_at for one in fleet.outcomes.values() if one.request is long):
             num_retractions = fleet.nodes["d0000"].scheduler.batcher.num_retractions
 
-    fleet = SimFleet(shape, COSTS, on_step=on_step, audits=True)
+    fleet = WatchedFleet(shape, COSTS, on_step=on_step, audits=True)
     if place is Place.BEHIND_SPLIT:  # without a prefill node the long prompt is the decode node's alone
         fleet.loop.at(LONG_AT_S + GAP_S / 4, fleet.start, "p0000", Role.PREFILL)
     long = SimRequest(LONG_AT_S, 1600, 8, tuple(range(10**6, 10**6 + 100)), 16, priority=long_priority)
@@ -193,7 +194,7 @@ def passed(place: Place, long_priority: int = 0, **schedule: object) -> tuple[li
         for i in range(int(TRAFFIC_S / GAP_S))
     ]
     fleet.submit(sorted([*shorts, long], key=lambda request: request.at_s))
-    fleet.run(max_events=1_000_000)
+    fleet.run()
     assert all(outcome.ok for outcome in fleet.outcomes.values())
     (rid,) = (rid for rid, outcome in fleet.outcomes.items() if outcome.request is long)
     return log.passed(rid), num_retractions
@@ -251,9 +252,9 @@ def test_requests_that_hold_each_other_back_all_end(seed: int) -> None:
     )
     prefill = dataclasses.replace(decode, pool_tokens=400)
     shape = FleetShape(prefill=prefill, decode=decode, local_prefill_tokens=rng.choice([8, 24]))
-    fleet = SimFleet(shape, COSTS, seed=seed, audits=True)
+    fleet = WatchedFleet(shape, COSTS, seed=seed, audits=True)
     requests = chats(rng, 100, gap_s=0.01, block_tokens=8, prompt_blocks=(1, 6), output_len=(1, 20))
     fleet.submit(dataclasses.replace(request, priority=rng.randrange(6)) for request in requests)
-    fleet.run(max_events=500_000)
+    fleet.run()
     assert all(outcome.ok for outcome in fleet.outcomes.values())
     assert all(map(is_empty, fleet.nodes.values()))

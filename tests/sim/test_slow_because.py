@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from planner.cost_model import CostModel
-from planner.simulator.fleet import FleetShape, SimFleet
+from planner.simulator.fleet import FleetShape
 from planner.simulator.node import NodeShape, SimNode
 from planner.traffic.trace import SimRequest
 from router.dispatch.running_req import RunningReq
 from router.dispatch.stages import Start, StartStage
 from shared.protocol.messages import Role
 from shared.scheduling.plan import ScheduleBatch
+from tests.sim.watched_fleet import WatchedFleet
 
 COSTS = CostModel(a=0.004, b=2e-5, c=0.0, d=0.004, e=1e-4, f=0.0, step_s=0.0005)
 PROMPT = 1024
@@ -29,11 +30,11 @@ class Bed:
     """So much longer does each forward of a prefill node take."""
     num_blocks: int = 0
     decode: NodeShape = field(default_factory=lambda: NodeShape(pool_tokens=16 * PROMPT))
-    fleet: SimFleet = field(init=False)
+    fleet: WatchedFleet = field(init=False)
 
     def __post_init__(self) -> None:
         shape = FleetShape(num_prefill=1, num_decode=1, decode=self.decode)
-        self.fleet = SimFleet(shape, COSTS, on_launch=self._launch)
+        self.fleet = WatchedFleet(shape, COSTS, on_launch=self._launch)
         for _ in range(6):
             assert self.serve().slow_because is None
 

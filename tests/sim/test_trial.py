@@ -7,12 +7,12 @@ import random
 import pytest
 
 from decode_node.trial import EMPTY_S, LEAVE_S
-from planner.simulator.fleet import FleetShape, SimFleet
-from planner.simulator.node import SimNode
+from planner.simulator.fleet import FleetShape
 from shared.protocol.messages import Cancel, ReqKey, Role
 from tests.cluster import Cluster
 from tests.sim.test_moves import config, params, prompt, wanted
-from tests.sim.test_simulator_faults import BLOCK_TOKENS, COSTS, MAX_EVENTS, assert_all_ended_and_empty, small
+from tests.sim.test_simulator_faults import BLOCK_TOKENS, COSTS, assert_all_ended_and_empty, small
+from tests.sim.watched_fleet import WatchedFleet, WatchedNode
 from tests.sim.workloads import chats
 from tests.token_engine import token_engine
 
@@ -140,14 +140,14 @@ def test_a_node_takes_others_again_when_it_is_cancelled(waits: bool) -> None:
 def test_poison_in_a_busy_fleet_is_convicted_at_the_third_node(seed: int) -> None:
     killed: list[str] = []
 
-    def on_step(node: SimNode) -> None:
+    def on_step(node: WatchedNode) -> None:
         running = node.scheduler.batcher.running_batch if node.role is Role.DECODE else ()
         if any(req.key.rid == POISON and req.output_len >= 3 for req in running):
             killed.append(node.ref.node_id)
             fleet.kill(node.ref.node_id)
 
     shape = small(pool_tokens=400)
-    fleet = SimFleet(
+    fleet = WatchedFleet(
         FleetShape(num_prefill=2, num_decode=8, prefill=shape, decode=shape),
         COSTS,
         seed=seed,
@@ -158,7 +158,7 @@ def test_poison_in_a_busy_fleet_is_convicted_at_the_third_node(seed: int) -> Non
         random.Random(seed), 700, gap_s=0.004, block_tokens=BLOCK_TOKENS, output_len=(POISONED, 24)
     )
     fleet.submit(requests)
-    fleet.run(max_events=MAX_EVENTS)
+    fleet.run()
     assert_all_ended_and_empty(fleet)
     poison = fleet.outcomes[POISON]
     assert poison.error is not None and poison.error.code == "poison_request" and len(killed) == 3

@@ -102,11 +102,9 @@ def _planted_run(setting: Setting, trial: Trial, capacity: float) -> Run:
     share = min(1.0, capacity / (setting.traffic.rate * trial.load))
     served = tuple(GOOD if int((i + 1) * share + 1e-9) > int(i * share + 1e-9) else BAD for i in range(num))
     return Run(
-        candidate=trial.candidate,
         served=served,
         busy={"together": 0.5, "router": 0.0},
         transfer_bytes_s=1e6,
         cached_share=0.0,
-        stages_s={},
         bottleneck=Bottleneck.NONE if share == 1.0 else Bottleneck.PREFILL,
     )

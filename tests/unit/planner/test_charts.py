@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from planner.answer import Answer
 from planner.charts import draw, html_of
-from tests.unit.planner.plan_rig import asked, planned, planted, traffic
+from tests.unit.planner.plan_rig import asked, planted, traffic
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,6 @@ def test_a_plan_has_a_chart_for_each_number_of_nodes(answer: Answer) -> None:
     drawn = texts(answer)
     assert {f"{num} nodes: good requests/s" for num in (1, 2, 3)} <= set(drawn)
     assert {one.name for one in answer.candidates} <= set(drawn)
-
-
-def test_stages_of_real_runs_are_drawn() -> None:
-    drawn = texts(planned(asked(of=traffic(8), nodes=range(2, 3))))
-    assert {"prefill", "queue", "transfer"} <= set(drawn)
 
 
 def test_an_answer_without_figures_is_drawn(answer: Answer) -> None:

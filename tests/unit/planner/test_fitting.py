@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planner.cost_model import CostModel
 from planner.measure.fitting import Point, fit_transfers, nonnegative, remarks_of
 from planner.measure.forwards import Forwards, MeasureLimits, extend_row, tasks_of
-from planner.profile import Residual, TransferCost
+from planner.profile import MAX_BYTES_S, Residual
 from shared.protocol.messages import NodeLimits
 
 LIMITS = NodeLimits(context_length=8192, max_total_num_tokens=131_072, max_running_requests=64)
@@ -103,74 +103,22 @@ def test_a_coefficient_is_never_negative() -> None:
 @given(positive, positive)
 def test_a_planted_link_comes_back(latency: float, bandwidth: float) -> None:
     noise = random.Random(0)
-    link = TransferCost(latency_s=1e-3 * latency, bytes_s=2e9 * bandwidth)
+    wanted_s, wanted_bytes_s = 1e-3 * latency, 2e9 * bandwidth
     points = [
-        Point(what="", row=(1, nbytes), seconds=rounds_of(link.seconds(nbytes), noise))
+        Point(what="", row=(1, nbytes), seconds=rounds_of(wanted_s + nbytes / wanted_bytes_s, noise))
         for nbytes in (1 << 14, 1 << 18, 1 << 22, 1 << 26)
     ]
     latency_s, bytes_s = fit_transfers(points)
-    assert latency_s == pytest.approx(link.latency_s, rel=0.05)
-    assert bytes_s == pytest.approx(link.bytes_s, rel=0.05)
+    assert latency_s == pytest.approx(wanted_s, rel=0.05)
+    assert bytes_s == pytest.approx(wanted_bytes_s, rel=0.05)
 
 
-SIZES = {
-    "one size": (4096,),
-    "two": (1000, 2000),
-    "small ones": (3, 7, 11),
-    "pages": tuple(1 << bits for bits in range(14, 28, 2)),
-}
-
-
-@pytest.mark.parametrize("seconds", [7e-5, 0.001, 0.0013, 0.3])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_a_link_that_no_size_slows_down_has_no_bandwidth_that_could_be_measured(
-    sizes: tuple[int, ...], seconds: float
-) -> None:
+@pytest.mark.parametrize("sizes", [(4096,), (3, 7, 11), tuple(1 << bits for bits in range(14, 28, 2))])
+def test_a_link_that_no_size_slows_down_takes_its_latency(sizes: tuple[int, ...]) -> None:
     """Least squares leave 1e-27 or so where a 0 belongs, on each CPU for other sizes."""
-    points = [Point(what="", row=(1, nbytes), seconds=(seconds,)) for nbytes in sizes]
-    assert fit_transfers(points) == (pytest.approx(seconds), None)
-
-
-def test_a_link_on_which_more_bytes_take_less_time_has_no_bandwidth_either() -> None:
-    points = [
-        Point(what="", row=(1, nbytes), seconds=(0.001 - 1e-9 * nbytes,)) for nbytes in (1, 9999, 99_999)
-    ]
+    points = [Point(what="", row=(1, nbytes), seconds=(0.0013,)) for nbytes in sizes]
     latency_s, bytes_s = fit_transfers(points)
-    assert bytes_s is None and 0.0009 < latency_s < 0.001
-
-
-@given(st.lists(st.floats(-0.002, 0.002), min_size=7, max_size=7))
-def test_noise_alone_is_no_bandwidth(noise: list[float]) -> None:
-    points = [
-        Point(what="", row=(1, nbytes), seconds=(0.001 * (1 + off),))
-        for nbytes, off in zip(SIZES["pages"], noise, strict=True)
-    ]
-    assert fit_transfers(points) == (pytest.approx(0.001, rel=0.01), None)
-
-
-def test_a_latency_without_a_bandwidth_is_that_of_all_sizes() -> None:
-    """The longer transfer takes 0.8 % more."""
-    points = [
-        Point(what="", row=(1, nbytes), seconds=(seconds,))
-        for nbytes, seconds in ((1000, 0.001), (1_000_000, 0.001008))
-    ]
-    assert fit_transfers(points) == (pytest.approx(0.001004, rel=1e-4), None)
-
-
-def test_a_bandwidth_that_can_just_be_measured_is_kept() -> None:
-    """The bytes of the longest transfer add 2 % to the latency."""
-    link = TransferCost(latency_s=0.001, bytes_s=1e6 / 0.00002)
-    points = [
-        Point(what="", row=(1, nbytes), seconds=(link.seconds(nbytes),))
-        for nbytes in (1000, 10_000, 1_000_000)
-    ]
-    latency_s, bytes_s = fit_transfers(points)
-    assert latency_s == pytest.approx(0.001) and bytes_s == pytest.approx(link.bytes_s, rel=1e-3)
-
-
-def test_a_transfer_of_unmeasurable_bandwidth_takes_its_latency() -> None:
-    link = TransferCost(latency_s=0.001, bytes_s=None)
-    assert link.seconds(1) == link.seconds(1 << 40) == 0.001
+    assert latency_s + sizes[-1] / bytes_s == pytest.approx(0.0013, rel=1e-3) and bytes_s <= MAX_BYTES_S
 
 
 # ----------------------------------------------------------------------------------------------- remarks
@@ -194,7 +142,7 @@ def test_noise_is_said() -> None:
     assert "46% (point 0)" in said
 
 
-def test_a_poor_fit_is_said_with_its_worst_points() -> None:
+def test_a_poor_fit_is_said_with_its_worst_point() -> None:
     points = quiet(lambda i: (1.0, 1.0, 1.0))
     (said,) = remarks_of(points, residuals(points, [1 + 0.1 * i for i in range(8)]))
-    assert "off by more than 20% at 5 of 8 points (point 7 by +70%, point 6 by +60%, point 5 by +50%)" in said
+    assert "off by more than 20% at 5 of 8 points, most at point 7 (+70%)" in said

@@ -147,7 +147,7 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path
     assert "No such file" in refusal(capsys, "--profile", "none.json", *SLOS, *DRAWN)
     profile_of_old = tmp_path / "old.json"
     profile_of_old.write_text('{"schema_version": 0}')
-    assert "schema_version is 0" in refusal(capsys, "--profile", str(profile_of_old), *SLOS, *DRAWN)
+    assert "`$.schema_version`" in refusal(capsys, "--profile", str(profile_of_old), *SLOS, *DRAWN)
     trace = tmp_path / "trace.jsonl"
     good = '{"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1]}\n'
     trace.write_text(good + good.replace("10", '"ten"'))

@@ -84,7 +84,6 @@ def test_a_fleet_that_meets_no_slo_says_by_how_much() -> None:
     answer = planted(asked(of=traffic(rate=100.0)), pipeline)
     assert not answer.verdict.meets
     assert "10.00 times as wide" in answer.verdict.headline, "5 s in place of 0.5 s"
-    assert "900% over the SLO" in answer.verdict.headline
 
 
 @pytest.mark.parametrize(

@@ -39,28 +39,13 @@ def test_a_slow_link_never_pays() -> None:
     assert not answer.verdict.splits and answer.verdict.headline.startswith("Do not split")
 
 
-def test_a_link_whose_bandwidth_cannot_be_measured_is_a_link_of_its_latency() -> None:
-    """Pages that take no time are as pages over a link so fast that they take a nanosecond."""
-    answers = [
-        planned(asked(msgspec.structs.replace(PROFILE, transfer=transfer), of=traffic(12), nodes=ONE_AND_TWO))
-        for transfer in (
-            TransferCost(latency_s=0.001, bytes_s=None),
-            TransferCost(latency_s=0.001, bytes_s=1e15),
-        )
-    ]
-    unmeasured, fastest = (answer.candidate("1P1D").now for answer in answers)
-    assert unmeasured.busy["link"] == 0.0
-    assert unmeasured.ttft_s is not None and fastest.ttft_s is not None
-    assert unmeasured.ttft_s.p50 == pytest.approx(fastest.ttft_s.p50)
-
-
 def test_long_prompts_beside_short_streams_pay(stalled: Answer) -> None:
     assert (stalled.verdict.best, stalled.verdict.meets) == ("1P1D", True)
     together = stalled.candidate("2 together")
     assert together.now.good_share.value < 0.9
     assert together.now.bottleneck == "decode compute"
     assert stalled.verdict.splits and not stalled.verdict.tied_with
-    assert "decode steps that take too long" in " ".join(stalled.verdict.reasons)
+    assert "What holds it back there: decode compute." in " ".join(stalled.verdict.reasons)
 
 
 def test_an_slo_that_no_fleet_can_meet_says_by_how_much() -> None:
@@ -71,7 +56,6 @@ def test_an_slo_that_no_fleet_can_meet_says_by_how_much() -> None:
     now = answer.candidate("1 together").now
     assert now.slo_factor == pytest.approx(5.0, rel=0.1) and now.good_share.value == 0
     assert f"{now.slo_factor:.2f} times as wide" in answer.verdict.headline
-    assert "over the SLO" in answer.verdict.headline and "TTFT" not in answer.verdict.headline
     assert answer.candidate("1 together").max_rate is None
 
 

@@ -45,13 +45,6 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "profile.json") == PROFILE
 
 
-def test_a_bandwidth_that_was_not_measurable_comes_back(tmp_path: Path) -> None:
-    of_latency = msgspec.structs.replace(PROFILE, transfer=TransferCost(latency_s=0.001, bytes_s=None))
-    of_latency.save(tmp_path / "profile.json")
-    assert '"bytes_s": null' in (tmp_path / "profile.json").read_text()
-    assert load_profile(tmp_path / "profile.json") == of_latency
-
-
 def changed(where: str, value: object) -> str:
     """The JSON of PROFILE with another value at `where`."""
     content: Any = json.loads(msgspec.json.encode(PROFILE))
@@ -71,13 +64,12 @@ def without(name: str) -> str:
 
 DAMAGED: dict[str, tuple[Callable[[], str], str]] = {
     "no JSON": (lambda: "{", "Input data was truncated"),
-    "deep": (
-        lambda: f'{{"schema_version": 3, "x": {"[" * 100_000}{"]" * 100_000}}}',
-        "its JSON is nested too deeply",
-    ),
     "empty": (lambda: "", "Input data was truncated"),
-    "another file": (lambda: '{"a": 1}', "missing required field `schema_version`"),
-    "a version": (lambda: changed("schema_version", 2), "schema_version is 2, .* reads 3; measure anew"),
+    "another file": (lambda: '{"a": 1}', "unknown field `a`"),
+    "a version": (
+        lambda: changed("schema_version", 2),
+        r">= 3 - at `\$.schema_version`; .*--measure makes one",
+    ),
     "a part is gone": (lambda: without("transfer"), "missing required field `transfer`"),
     "negative": (lambda: changed("router.token_s", -1e-6), r">= 0.0 - at `\$.router.token_s`"),
     "no bandwidth": (lambda: changed("transfer.bytes_s", 0), r">= 1.0 - at `\$.transfer.bytes_s`"),
@@ -88,9 +80,9 @@ DAMAGED: dict[str, tuple[Callable[[], str], str]] = {
     "a word": (lambda: changed("forward.a", "fast"), r"Expected `float`, got `str` - at `\$.forward.a`"),
     "a negative forward": (
         lambda: changed("forward.c", -1e-9),
-        "forward.c is -1e-09, .* between 0 and 86400",
+        r">= 0.0 - at `\$.forward.c`",
     ),
-    "an endless forward": (lambda: changed("forward.b", 1e6), "forward.b is 1e\\+06, .* between 0 and 86400"),
+    "an endless forward": (lambda: changed("forward.b", 1e6), r"<= 86400.0 - at `\$.forward.b`"),
     "no page": (lambda: changed("node.page_size", 0), r">= 1 - at `\$.node.page_size`"),
     "a pool without a page": (
         lambda: changed("node.pool_tokens", 8),

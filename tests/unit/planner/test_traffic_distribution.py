@@ -27,15 +27,6 @@ def test_median_and_percentile_are_those_asked_for() -> None:
     assert shared_tokens(trace.requests) == 0
 
 
-def test_a_range_is_uniform() -> None:
-    prompt = Lengths.parse("--prompt", "100..200")
-    trace = drawn_trace(rate=1, prompt=prompt, output=prompt, num_requests=5000)
-    lengths = [row.input_len for row in trace.requests]
-    assert (min(lengths), max(lengths)) == (100, 200) and statistics.mean(lengths) == pytest.approx(
-        150, rel=0.02
-    )
-
-
 def test_another_rate_has_the_same_requests() -> None:
     lengths = Lengths.parse("--prompt", "900:2000")
     slow, fast = (drawn_trace(rate=r, prompt=lengths, output=lengths, num_requests=50) for r in (1, 2))
@@ -44,8 +35,8 @@ def test_another_rate_has_the_same_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-5", "900:", ":900", "2000:900", "9..", "1:10000001", "1" * 5000, "many", "1.5"]
+    "text", ["", "0", "-5", "900:", ":900", "2000:900", "9..10", "1:10000001", "1" * 5000, "many", "1.5"]
 )
 def test_wrong_lengths_are_named(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--output .*MEDIAN:P99, LOWEST\.\.HIGHEST"):
+    with pytest.raises(ConfigError, match=r"--output .*MEDIAN:P99 or one length"):
         print(Lengths.parse("--output", text))

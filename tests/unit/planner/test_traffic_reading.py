@@ -64,6 +64,9 @@ def test_every_format(
     packed = tmp_path / "trace.gz"
     packed.write_bytes(gzip.compress(text.encode()))
     assert read_trace(packed) == trace
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"trace\.gz: Compressed file ended"):
+        read_trace(packed)
 
 
 def test_a_log_may_begin_with_a_progress_bar(tmp_path: Path) -> None:
@@ -94,12 +97,11 @@ def test_blocks_that_no_id_names_are_shared_with_none(tmp_path: Path) -> None:
     assert len(own.blocks) == len(named.blocks) == 2 and not set(own.blocks) & set(named.blocks)
 
 
-def test_time_out_of_order_is_sorted_and_units_are_doubted(tmp_path: Path) -> None:
+def test_time_out_of_order_is_sorted(tmp_path: Path) -> None:
     rows = [{"timestamp": at, "input_length": 5, "output_length": 1} for at in (3, 1, 2)]
     text = "\n".join(map(json.dumps, rows))
     trace = read(tmp_path, text)
     assert [row.at_s for row in trace.requests] == [0, 0.001, 0.002]
-    assert "--trace-format vllm" in trace.remarks[0] and "1500 requests a second" in trace.remarks[0]
     assert [row.at_s for row in read(tmp_path, text, TraceFormat.VLLM).requests] == [0, 1, 2]
 
 
@@ -151,12 +153,3 @@ def test_a_prompt_may_have_as_many_tokens_as_is_said(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "none.jsonl")
-    damaged, packed = tmp_path / "damaged.gz", bytearray(gzip.compress(GOOD.encode()))
-    packed[10:18] = b"\xff" * 8
-    damaged.write_bytes(packed)
-    with pytest.raises(ConfigError, match=r"damaged\.gz: Error -3 while decompressing"):
-        read_trace(damaged)
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(GOOD.encode())[:-9])
-    with pytest.raises(ConfigError, match=r"cut\.gz: Compressed file ended"):
-        read_trace(cut)
