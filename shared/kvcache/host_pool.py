@@ -66,7 +66,8 @@ class CpuHostKVPool:
         """Copy pages one by one. The copies are done on return."""
         move = self._pages.gather if pages.to_host else self._pages.scatter
         for device_page, host_page in zip(pages.device_pages, pages.host_pages, strict=True):
-            move([device_page], 0, self._num_full, self._host_NB[host_page, : self._window_at])
+            if self._num_full:  # else the page is a name alone
+                move([device_page], 0, self._num_full, self._host_NB[host_page, : self._window_at])
         for window_page, host_page in zip(pages.window_pages, pages.host_pages, strict=False):
             if window_page:
                 at = self._window_at

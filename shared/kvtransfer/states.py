@@ -134,7 +134,7 @@ class SendTransfer:
     _sends_since: float = 0.0
     """When pages were last offered while all that had been offered before were read."""
     _read_at: float = 0.0
-    """When pages were read last."""
+    """When pages were read last; `_sends_since` if none was read since."""
     _seconds: float = 0.0
     """How long pages were on their way before `_sends_since`."""
     _num_gathers: int = 0
@@ -178,7 +178,7 @@ class SendTransfer:
         first = self.prefix_pages + len(self.page_ids)
         if self.num_pages_sent == len(self.page_ids):
             self._seconds += self._read_at - self._sends_since
-            self._sends_since = now
+            self._sends_since = self._read_at = now
         self.page_ids.extend(page_ids)
         self.window_ids.extend(window_ids or [0] * len(page_ids))
         num_layers = self.num_layers - (0 if window_ids else self.num_window_layers)

@@ -7,6 +7,8 @@ import torch
 
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
+from shared.kvcache.allocator import PageCopy
+from shared.kvcache.host_pool import make_host_pool
 from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import WindowedKVPool
@@ -124,11 +126,14 @@ def test_a_page_that_is_not_there_is_neither_read_nor_written(mover: PageMover, 
     assert torch.equal(raw_pages(pool), before)
 
 
-@pytest.mark.parametrize("has_window", [(True, False, True, True), (True, True)], ids=["some", "every"])
-def test_layers_with_windows_have_their_own_pages(mover: PageMover, has_window: tuple[bool, ...]) -> None:
-    """A transfer numbers layers group by group. No copy has layers of both, and none writes to the other group."""
+SOME_WINDOWS = pytest.mark.parametrize(
+    "has_window", [(True, False, True, True), (True, True)], ids=["some", "every"]
+)
+
+
+def windowed_pool(mover: PageMover, has_window: tuple[bool, ...]) -> WindowedKVPool:
+    """Eight pages and four window pages, beside the scratch pages. Each element is the number of its layer."""
     num_windows = sum(has_window)
-    num_full = len(has_window) - num_windows
     full, window = (
         TokenToKVPool(
             num_pages=num_pages,
@@ -140,12 +145,20 @@ def test_layers_with_windows_have_their_own_pages(mover: PageMover, has_window: 
             device=torch.device("cpu"),
             mover=mover,
         )
-        for num_pages, num_layers in ((9, num_full), (5, num_windows))
+        for num_pages, num_layers in ((9, len(has_window) - num_windows), (5, num_windows))
     )
     pool = WindowedKVPool(full, window, has_window)
     for layer in range(pool.num_layers):
         for pages in pool.layer_kv(layer):
             pages.fill_(layer)
+    return pool
+
+
+@SOME_WINDOWS
+def test_layers_with_windows_have_their_own_pages(mover: PageMover, has_window: tuple[bool, ...]) -> None:
+    """A transfer numbers layers group by group. No copy has layers of both, and none writes to the other group."""
+    pool, num_windows = windowed_pool(mover, has_window), sum(has_window)
+    num_full = len(has_window) - num_windows
     slot = torch.empty(pool.gather_nbytes(2, num_windows), dtype=torch.uint8)
     digest = pool.gather([4, 1], num_full, num_windows, slot, seed=7)
     layers = [layer for layer, windowed in enumerate(has_window) if windowed]
@@ -158,3 +171,20 @@ def test_layers_with_windows_have_their_own_pages(mover: PageMover, has_window: 
     if num_full:
         with pytest.raises(AssertionError, match="of both groups"):
             pool.gather([1], 0, pool.num_layers, torch.empty(pool.gather_nbytes(1, 4), dtype=torch.uint8))
+
+
+@SOME_WINDOWS
+def test_a_host_page_has_the_layers_of_both_groups(mover: PageMover, has_window: tuple[bool, ...]) -> None:
+    """Page 8 with window page 4, and page 7 without one, though no window page has such a number."""
+    pool = windowed_pool(mover, has_window)
+    host = make_host_pool(pool, 2)
+    assert host is not None
+    host.copy(PageCopy(True, (8, 7), (0, 1), (4, 0)))
+    for layer in range(pool.num_layers):
+        for pages in pool.layer_kv(layer):
+            pages.fill_(-1)
+    host.copy(PageCopy(False, (3, 4), (0, 1), (2, 0)))
+    for layer, windowed in enumerate(has_window):
+        for pages in pool.layer_kv(layer):
+            restored = [page for page in range(len(pages)) if (pages[page] == layer).all()]
+            assert restored == ([2] if windowed else [3, 4])

@@ -70,6 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for i, page in enumerate(match.pages):
             assert self.content[page] == (extra_key, *ids[: (i + 1) * ledger.page_size])
         kv.kv_allocated_len = len(ids)
+        self.forget(self.pages_of(kv)[owned:])
         self.check_hit(match.pages)
         return Held(ids, kv, extra_key)
 
@@ -85,7 +86,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def decode(self, req: Held, token: int) -> None:
         if req.kv is None or self.ledger.live.get(req.kv.row) is not req.kv:
             return
+        owned = req.kv.num_pages
         if self.ledger.grow(req.kv, len(req.ids) + 1):
+            self.forget(self.pages_of(req.kv)[owned:])
             req.ids = [*req.ids, token]
             req.kv.kv_allocated_len = len(req.ids)
 
@@ -136,6 +139,9 @@ class LedgerMachine(RuleBasedStateMachine):
         full = req.kv.kv_committed_len // self.ledger.page_size
         for i, page in enumerate(self.pages_of(req.kv)[:full]):
             self.content[page] = (req.extra_key, *req.ids[: (i + 1) * self.ledger.page_size])
+
+    def forget(self, pages: list[int]) -> None:
+        """What the last owners of new pages have written says nothing."""
 
     def check_hit(self, pages: list[int]) -> None:
         """What must hold of a prefix that was found."""
@@ -195,6 +201,10 @@ class WithWindows(LedgerMachine):
             content = (req.extra_key, *req.ids[: (i + 1) * size])
             before = self.window_content.setdefault(int(self.windows.of_page[pages[i]]), content)
             assert before == content, "a token would see another request's window page"
+
+    def forget(self, pages: list[int]) -> None:
+        for page in pages:
+            self.window_content.pop(int(self.windows.of_page[page]), None)
 
     def check_hit(self, pages: list[int]) -> None:
         first = self.windows.first_page(len(pages) * self.ledger.page_size)

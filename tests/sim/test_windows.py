@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
+import torch
 
 from shared.errors import LinkError
 from shared.kvcache.audit import LeakError, audit
@@ -23,7 +24,7 @@ from shared.protocol.messages import KVLayout, ReqKey
 from tests.cluster import Cluster
 from tests.prop.stepping import Stepping, new_req
 from tests.sim.test_moves import both_overlaps, config, params, prompt, wanted
-from tests.token_engine import token_engine
+from tests.token_engine import TokenPool, token_engine
 
 WINDOW, PAGE = 9, 4
 windowed = partial(token_engine, window=WINDOW)
@@ -65,9 +66,10 @@ def test_a_running_request_keeps_its_window_alone() -> None:
     driver.run()
 
 
-def test_a_hit_ends_where_the_window_is_whole() -> None:
+@pytest.mark.parametrize("window", [WINDOW, WINDOW + 2])
+def test_a_hit_ends_where_the_window_is_whole(window: int) -> None:
     """What was generated has window pages at its end alone, so a prefix of it is found up to the prompt."""
-    driver = Stepping(window=WINDOW, page_size=PAGE)
+    driver = Stepping(window=window, page_size=PAGE)
     first, ledger = new_req("a", prompt(1, 20), 60), driver.ledger
     driver.add(first)
     driver.run()
@@ -183,6 +185,21 @@ def test_a_page_of_one_group_through_the_table_of_the_other(
             key = cluster.router.submit(f"r{seed}", prompt(seed, 30), params(9), "p0", "d0")
         cluster.run(lambda: any(answer.failures for answer in cluster.router.answers.values()))
         assert cluster.router.answers[key].failures or not cluster.router.answers[key].ended
+
+
+def test_a_window_page_that_is_damaged_on_its_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    scatter = TokenPool.scatter
+
+    def damaged(
+        pool: TokenPool, pages: Sequence[int], first_layer: int, num: int, src: torch.Tensor, seed: int
+    ) -> int:
+        return scatter(pool, pages, first_layer, num, src ^ 1 if first_layer else src, seed)
+
+    monkeypatch.setattr(TokenPool, "scatter", damaged)
+    with Cluster(1, 1, windowed, config()) as cluster:
+        answer = cluster.router.answers[cluster.router.submit("r", prompt(1, 30), params(9), "p0", "d0")]
+        cluster.run(lambda: bool(answer.failures))
+        assert "arrived corrupt" in str(answer.failures)
 
 
 def test_no_chunk_has_layers_of_both_groups_and_each_names_its_own() -> None:

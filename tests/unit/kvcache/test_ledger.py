@@ -6,6 +6,7 @@ from shared.config import CacheOptions
 from shared.engine.build import make_ledger
 from shared.kvcache.audit import LeakError, audit, audit_idle
 from shared.kvcache.ledger import KVLedger, ReqKV
+from shared.kvcache.windows import WindowPages
 
 NUM_PAGES = 12
 
@@ -13,6 +14,12 @@ NUM_PAGES = 12
 def new_ledger(*, page_size: int = 4, keep: bool = True, num_rows: int = 4) -> KVLedger:
     options = CacheOptions(page_size=page_size, disable_radix_cache=not keep)
     return make_ledger(NUM_PAGES + 1, options, num_rows, 64)
+
+
+def windowed_ledger(num_window_pages: int) -> KVLedger:
+    """A window of 5 tokens, and pages of 4."""
+    windows = WindowPages(NUM_PAGES + 1, num_window_pages + 1, 5, 4)
+    return make_ledger(NUM_PAGES + 1, CacheOptions(page_size=4), 4, 64, windows=windows)
 
 
 def admit(ledger: KVLedger, ids: list[int], *, committed: int | None = None, extra_key: str = "") -> ReqKV:
@@ -138,23 +145,28 @@ def test_an_arrival_waits_for_pages_that_cool() -> None:
     audit_idle(ledger)
 
 
-def test_an_arrival_gets_its_pages_although_every_forward_takes_some_that_cool() -> None:
-    ledger = new_ledger()
-    cached = list(range(100, 100 + 4 * NUM_PAGES))
+@pytest.mark.parametrize("num_window_pages", [None, 8])
+def test_an_arrival_gets_its_pages_although_every_forward_takes_some_that_cool(
+    num_window_pages: int | None,
+) -> None:
+    ledger = new_ledger() if num_window_pages is None else windowed_ledger(num_window_pages)
+    num_pages = ledger.num_pages_with_windows
+    cached = list(range(100, 100 + 4 * num_pages))
     ledger.cache_finished_req(admit(ledger, cached), cached)
     running = ledger.admit(ledger.match_prefix([1], ""), "")
     arriving = ledger.admit(ledger.match_prefix([2], ""), "")
     assert running is not None and arriving is not None
-    ledger.allocator.forward_launched()
+    ledger.forward_launched()
     turns = 1
     while not ledger.grow_for_arrival(arriving, 4):
         assert turns < 4, "the arrival starves beside a cache that could be evicted"
         assert ledger.grow(running, 4 * turns), "each decode step takes a page"
-        ledger.allocator.forward_launched()
-        ledger.allocator.forward_retired()
+        ledger.forward_launched()
+        ledger.forward_retired()
         turns += 1
     assert arriving.num_pages == 1
-    assert ledger.count().evictable >= NUM_PAGES - 4, "little more was evicted than was needed"
+    count = ledger.count() if num_window_pages is None else ledger.count_windows()
+    assert count.evictable >= num_pages - 4, "little more was evicted than was needed"
 
 
 def test_forwards_take_cooling_pages_first_and_leave_cool_ones_for_arrivals() -> None:
@@ -288,3 +300,16 @@ class TestAudit:
         ledger = new_ledger()
         with pytest.raises(AssertionError, match="row 2 freed twice"):
             ledger.rows.free(2)
+
+
+def test_window_pages_of_what_is_to_be_evicted_first_go_first() -> None:
+    """And a prefix that has lost its window is looked up again."""
+    ledger = windowed_ledger(num_window_pages=4)
+    older, newer = list(range(100, 108)), list(range(200, 208))
+    for ids in (older, newer):
+        ledger.cache_finished_req(admit(ledger, ids), ids, evict_first=ids is newer)
+    before, windows = ledger.radix_cache.num_changes, ledger.windows
+    assert windows is not None and windows.make_room(1)
+    assert ledger.radix_cache.num_changes > before
+    assert [ledger.radix_cache.peek(ids, 8).num_pages for ids in (older, newer)] == [2, 1]
+    audit_idle(ledger)

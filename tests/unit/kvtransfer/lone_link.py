@@ -47,7 +47,7 @@ class LoneFactory:
 
 
 class Pages:
-    """One layer, whose pages have their own numbers as content; `failure` is raised by gathers."""
+    """Two layers, whose pages have their own numbers as content; `failure` is raised by gathers."""
 
     failure: Exception | None = None
 
@@ -111,7 +111,7 @@ def _new(kind: Any, factory: Any, pages: Pages | None, owner: Owner | None, num_
     runner = ThreadRunner(DeviceThreads())
     end = Endpoint(
         node=NodeRef("n", "n", ""),
-        layout=KVLayout("f00d", "uint8", 1, 1, 1, 1),
+        layout=KVLayout("f00d", "uint8", 1, 2, 1, 1, windows=(0, 4)),
         pages=pages or Pages(),
         outbox=owner,
         transports=Transports({"nccl": factory}, runner, slot_nbytes=PAGE_NBYTES),

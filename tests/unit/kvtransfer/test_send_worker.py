@@ -11,8 +11,11 @@ import pytest
 from shared.errors import LinkError
 from shared.kvtransfer.link import Arrival, Link, LinkSpec
 from shared.kvtransfer.staging import Slot
+from shared.protocol.transfer_messages import Grant, GrantedChunk
 from tests.patience import until
 from tests.unit.kvtransfer.lone_link import (
+    KEY,
+    PAGE_NBYTES,
     LoneFactory,
     Owner,
     Pages,
@@ -189,3 +192,17 @@ def test_a_grant_for_a_link_that_is_never_built_leaves_nothing_behind() -> None:
     worker.accept(grant(0))
     assert run_to_its_end(worker) == "the peer did not come in time"
     assert slots_out(worker) == 0
+
+
+@pytest.mark.parametrize(
+    ("first_layer", "num_layers", "num_pages", "nbytes"),
+    [(-1, 1, 1, 1), (1, 2, 1, 2), (0, 1, 0, 0), (0, 1, 1, 2), (0, 2, 1, 2)],
+    ids=["before", "behind", "no page", "other size", "layers of both groups"],
+)
+def test_a_malformed_grant_is_refused(first_layer: int, num_layers: int, num_pages: int, nbytes: int) -> None:
+    worker = send_worker(LoneFactory(RecordingLink()))
+    chunk = GrantedChunk(KEY, 0, num_pages, first_layer, num_layers, nbytes * PAGE_NBYTES)
+    with pytest.raises(LinkError, match="malformed grant"):
+        worker.accept(Grant("l", 0, (chunk,)))
+    worker.stop("test")
+    run_to_its_end(worker)

@@ -134,3 +134,18 @@ def test_a_grant_of_window_pages_that_were_not_offered_is_void() -> None:
         13
     ]
     assert transfer.begin_gather(Chunk(1, 2, 1, 1)) is None
+
+
+def test_pages_without_a_layer_to_send_take_no_time() -> None:
+    """All layers have windows, which the page that was offered at 5 is before."""
+    transfer = SendTransfer(ReqKey("router", "1"), "d0", 1, 0.0, None, num_window_layers=1)
+    transfer.ready(0)
+    transfer.offer([1], 5.0)
+    transfer.offer([2], 10.0, [3])
+    chunk = Chunk(1, 1, 0, 1)
+    assert transfer.begin_gather(chunk) == [3]
+    transfer.end_gather(chunk, 100, 10.5)
+    transfer.handoff(2, 100.0)
+    assert transfer.end(ok=True, reason="", now=12.0)
+    end = transfer.take_end()
+    assert end is not None and end.seconds == 2.0

@@ -102,12 +102,19 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", families())
-def test_switches_that_a_file_leaves_out_are_those_of_transformers(architecture: str) -> None:
-    """No tensor's shape shows a wrong one."""
+def test_what_a_file_leaves_out_is_as_transformers_has_it(architecture: str) -> None:
+    """No tensor's shape shows a wrong one. A window of Qwen's that is not switched on is None there."""
     import transformers  # slow
 
     config = getattr(transformers, architecture).config_class().get_text_config()
+    theirs = config.to_dict() | config.rope_parameters
+    if "full_attention" in config.rope_parameters:
+        full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+        theirs |= {"rope_theta": full["rope_theta"], "rope_local_base_freq": sliding["rope_theta"]}
+        theirs["sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
     fields = msgspec.structs.fields(families()[architecture].fields)
-    switches = {field.name: field.default for field in fields if isinstance(field.default, bool)}
-    assert "tie_word_embeddings" in switches
-    assert switches == {name: getattr(config, name) for name in switches}
+    ours = {field.name: field.default for field in fields if isinstance(field.default, int | float)}
+    if not ours.get("use_sliding_window", True):
+        ours["sliding_window"] = None
+    assert "tie_word_embeddings" in ours
+    assert ours == {name: theirs[name] for name in ours}

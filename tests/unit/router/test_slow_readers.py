@@ -205,3 +205,28 @@ def test_what_is_left_of_an_answer_is_not_kept_for_ever(
     assert not transport.aborted
     loop.advance(62)
     assert transport.aborted
+
+
+def test_what_is_left_when_the_app_is_done_is_timed_anew(
+    connection: tuple[ManualLoop, BufferedTransport, Connection],
+) -> None:
+    loop, transport, protocol = connection
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    transport.num_buffered = 65_800
+    protocol.pause_writing()
+    protocol.cycle.response_complete = True
+    protocol.on_response_complete()
+    transport.num_buffered = 500
+    protocol.resume_writing()
+    loop.advance(121)
+    assert transport.aborted
+
+
+def test_a_body_that_has_come_is_not_waited_for(
+    connection: tuple[ManualLoop, BufferedTransport, Connection],
+) -> None:
+    loop, transport, protocol = connection
+    protocol.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{")
+    protocol.data_received(b"}")
+    loop.advance(1_000)
+    assert not transport.is_closing()
