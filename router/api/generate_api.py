@@ -17,7 +17,7 @@ from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo
 from router.api.openapi import new_routes
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
-from router.http.responses import DATA_ONLY, event_stream
+from router.http.responses import DATA_ONLY, answers
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
 from router.request.prompt import (
@@ -38,15 +38,15 @@ from shared.protocol.sampling_params import SamplingParams
 
 WEIGHT_VERSION = "default"
 
-_ANSWER = GenerateAnswer | list[GenerateAnswer]
+_ANSWERS = answers(GenerateAnswer | list[GenerateAnswer], event=GenerateAnswer)
 
 
 def generate_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
     router = new_routes("SGLang")
 
-    @router.put("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
-    @router.post("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
+    @router.put("/generate", responses=_ANSWERS)
+    @router.post("/generate", responses=_ANSWERS)
     async def generate(request: Request, body: GenerateBody, admission: AdmissionOfRequest) -> Response:
         """Complete one prompt or several."""
         return await desk.respond(

@@ -29,7 +29,7 @@ from router.api.live_feed import (
 from router.api.openapi import new_routes
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import WINDOW_ROLLS, Metrics
-from router.http.responses import EventStream, event_stream, stream_response
+from router.http.responses import EventStream, answers, json_response, stream_response
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
@@ -258,15 +258,15 @@ def live_routes(live: LiveState) -> APIRouter:
     """The feed, and one event of it."""
     router = new_routes("State")
 
-    @router.get("/live", status_code=200, response_class=EventStream, responses=event_stream(LiveEvent))
+    @router.get("/live", status_code=200, response_class=EventStream, responses=answers(event=LiveEvent))
     async def feed(request: Request) -> Response:
         """Server-sent events, one a second: router, nodes and samples (see `router/api/live_feed.py`)."""
         return await stream_response(request, live.feed())
 
-    @router.get("/live/state")
-    async def state() -> LiveEvent:
+    @router.get("/live/state", responses=answers(LiveEvent))
+    async def state() -> Response:
         """The same as one JSON object, with the samples of the last ten minutes."""
-        return live.event()
+        return json_response(live.event())
 
     return router
 

@@ -19,7 +19,14 @@ from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
 from router.http.body import Body, FailFast, OneOf, Refused, about
-from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
+from router.http.responses import (
+    ANTHROPIC_PATH,
+    StreamForm,
+    answers,
+    anthropic_error,
+    json_response,
+    while_connected,
+)
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
 from router.request.output_text import StopReason, kind_of
@@ -190,7 +197,7 @@ def messages_routes(desk: Desk) -> APIRouter:
     }
     router = new_routes("Anthropic", prefix=ANTHROPIC_PATH, responses=errors)
 
-    @router.post("", response_model=None, responses=NAMED_EVENTS)
+    @router.post("", responses=NAMED_EVENTS)
     async def messages(request: Request, body: MessagesBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation, as Anthropic's API does."""
         asked = chat_body(body.chat())
@@ -198,11 +205,11 @@ def messages_routes(desk: Desk) -> APIRouter:
             request, admission, lambda intake: read_chat(asked, intake, prefix="msg_"), MessagesShape
         )
 
-    @router.post("/count_tokens")
-    async def count_tokens(request: Request, body: CountBody) -> dict[str, int]:
+    @router.post("/count_tokens", responses=answers(dict[str, int]))
+    async def count_tokens(request: Request, body: CountBody) -> Response:
         """Count the tokens of a conversation's prompt."""
         counting = count_prompt_tokens(chat_body(body.chat()), desk.slot.get(), desk.limits)
-        return {"input_tokens": await while_connected(request.receive, counting)}
+        return json_response({"input_tokens": await while_connected(request.receive, counting)})
 
     return router
 

@@ -42,7 +42,7 @@ from router.api.openai_requests import OpenAIRequest, read_chat, read_completion
 from router.api.openapi import new_routes
 from router.api.tool_calls import ForcedCall, Reader
 from router.http.answer import Answer
-from router.http.responses import DATA_ONLY, event_stream
+from router.http.responses import DATA_ONLY, answers, json_response
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
 from router.request.output_text import LengthReason, StopReason, kind_of
@@ -55,16 +55,14 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
     """The routes. Those that generate are behind a QueueGate. `context_length` returns the fleet's."""
     router = new_routes("OpenAI", prefix="/v1")
 
-    @router.post("/completions", response_model=Completion, responses=event_stream(Completion))
+    @router.post("/completions", responses=answers(Completion, event=Completion))
     async def completions(request: Request, body: CompletionBody, admission: AdmissionOfRequest) -> Response:
         """Complete one prompt or several."""
         return await desk.respond(
             request, admission, lambda intake: read_completion(body, intake), CompletionShape
         )
 
-    @router.post(
-        "/chat/completions", response_model=ChatCompletion, responses=event_stream(ChatCompletionChunk)
-    )
+    @router.post("/chat/completions", responses=answers(ChatCompletion, event=ChatCompletionChunk))
     async def chat_completions(request: Request, body: ChatBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation."""
         return await desk.respond(request, admission, lambda intake: read_chat(body, intake), ChatShape)
@@ -78,17 +76,17 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
         model = desk.slot.get()
         return ModelCard(id=model.name, root=model.model, max_model_len=context_length())
 
-    @router.get("/models")
-    async def models() -> ModelList:
+    @router.get("/models", responses=answers(ModelList))
+    async def models() -> Response:
         """The one model that is served."""
-        return ModelList(data=[model_card()])
+        return json_response(ModelList(data=[model_card()]))
 
-    @router.get("/models/{model_id:path}")
-    async def model_by_id(model_id: str) -> ModelCard:
+    @router.get("/models/{model_id:path}", responses=answers(ModelCard))
+    async def model_by_id(model_id: str) -> Response:
         """The model, by its name."""
         if model_id != desk.slot.get().name:
             raise unknown_model(model_id, desk.slot.get())
-        return model_card()
+        return json_response(model_card())
 
     return router
 

@@ -302,7 +302,7 @@ def responses_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
     router = new_routes("OpenAI", prefix="/v1")
 
-    @router.post("/responses", response_model=None, responses=NAMED_EVENTS)
+    @router.post("/responses", responses=NAMED_EVENTS)
     async def responses(request: Request, body: ResponsesBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
         chat = chat_body(body.chat())

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated, Literal, cast
 
+from msgspec import Meta
+
 from router.dispatch.running_req import Aborted
 from router.http.answer import Answer
-from router.http.body import about
 from router.http.wording import shown
 from router.request.prompt import AnswerOptions, Prompt
 from router.text.detokenizer import Detokenizer
@@ -35,13 +36,15 @@ from shared.protocol.messages import Finish
 class StopReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="stop"):
     """The sequence ended at the model's own end token, or at a stop string or id of the request."""
 
-    matched: Annotated[int | str | None, about("The token id or the string; null at a grammar's end.")]
+    matched: Annotated[
+        int | str | None, Meta(description="The token id or the string; null at a grammar's end.")
+    ]
 
 
 class LengthReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="length"):
     """The sequence reached `max_new_tokens`, or the context or the KV pool is full."""
 
-    length: Annotated[int, about("Output tokens.")]
+    length: Annotated[int, Meta(description="Output tokens.")]
 
 
 class AbortReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="abort"):
