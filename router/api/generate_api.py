@@ -13,7 +13,7 @@ from msgspec import UNSET
 from router.api.answering import Asked, Desk
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
-from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
+from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.openapi import new_routes
 from router.http.limits import HttpLimits
 from router.http.middleware import requested_rid
@@ -221,10 +221,9 @@ def meta_info(generation: Generation, *, with_timeline: bool, logprobs: Mapping[
 
 def timeline_fields(generation: Generation) -> dict[str, Any]:
     """The stages known so far, in order of time. A node sends its stages with its first token and with its last."""
-    start = generation.req.start
     return {
-        "timeline": [StampAnswer.of(stamp) for stamp in generation.timeline],
-        "first_token": FirstTokenAnswer.of(start) if start is not None else UNSET,
+        "timeline": [StampAnswer(role=s.role, stage=s.stage, time=s.time) for s in generation.timeline],
+        "first_token": generation.req.start or UNSET,
         "kv_pages_transferred": generation.req.kv_pages_transferred,
         "kv_bytes_transferred": generation.req.kv_bytes_transferred,
     }

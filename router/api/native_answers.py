@@ -6,10 +6,9 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType
 
-from router.dispatch.stages import Start, StartStage
+from router.dispatch.stages import Start
 from router.http.answer import Answer
 from router.request.output_text import FinishReason
-from shared.protocol.messages import Stamp
 
 ScoredToken = Annotated[
     tuple[float | None, int, str | None],
@@ -30,47 +29,6 @@ class StampAnswer(Answer, kw_only=True, frozen=True):
     stage: str
     time: Annotated[float, Meta(description="Seconds since 1970, by the clock of that machine.")]
 
-    @classmethod
-    def of(cls, stamp: Stamp) -> StampAnswer:
-        """The answer for a stamp of the protocol."""
-        return cls(role=stamp.role, stage=stamp.stage, time=stamp.time)
-
-
-class StageTimeAnswer(Answer, kw_only=True, frozen=True):
-    """How long one stage of a start took. Times of one stage are by the clock of one machine."""
-
-    stage: StartStage
-    node: Annotated[str, Meta(description="Empty for a stage of the router.")]
-    seconds: float
-    expected_s: Annotated[
-        float | None, Meta(description="What it should cost; null while no rate of the node is known.")
-    ]
-
-
-class FirstTokenAnswer(Answer, kw_only=True, frozen=True):
-    """What the time to the first token went to; `transfer` is the wait for the second token."""
-
-    ttft_s: float
-    slow_because: Annotated[
-        StartStage | None,
-        Meta(description="The stage longest beyond what it should cost; null if none was slow."),
-    ]
-    stages: list[StageTimeAnswer]
-
-    @classmethod
-    def of(cls, start: Start) -> FirstTokenAnswer:
-        """The answer for a start that has been measured."""
-        return cls(
-            ttft_s=start.ttft_s,
-            slow_because=start.slow_because,
-            stages=[
-                StageTimeAnswer(
-                    stage=one.stage, node=one.node_names, seconds=one.seconds, expected_s=one.expected_s
-                )
-                for one in start.stages
-            ],
-        )
-
 
 class TimelineFields(Answer, frozen=True):
     """The fields that `return_timeline` adds. In a stream they grow with each event.
@@ -79,7 +37,7 @@ class TimelineFields(Answer, frozen=True):
     """
 
     timeline: list[StampAnswer] | UnsetType = UNSET
-    first_token: FirstTokenAnswer | UnsetType = UNSET
+    first_token: Start | UnsetType = UNSET
     kv_pages_transferred: int | UnsetType = UNSET
     kv_bytes_transferred: int | UnsetType = UNSET
 
