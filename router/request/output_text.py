@@ -88,7 +88,7 @@ class StopConditions:
 
 
 async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers) -> list[StopConditions]:
-    """The stops of each prompt. A pattern is compiled once, by `workers` if it is long. Raises RequestError."""
+    """The stops of each prompt. They are compiled once, by `workers` if they are long. Raises RequestError."""
     fields = {pattern: options.stop_regex_field for options in prompts for pattern in options.stop_regex}
     sizes = {pattern: _size(pattern, field) for pattern, field in fields.items()}
     num_chars = sum(sizes.values())
@@ -108,7 +108,8 @@ async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers
                 made[key] = StopConditions(*key, options.stop_regex_field)
         return [made[options.stop, options.stop_regex] for options in prompts]
 
-    return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars, conditions)
+    num_stop_chars = sum(len(stop) for stops in {o.stop for o in prompts} for stop in stops)
+    return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars + num_stop_chars, conditions)
 
 
 def _size(pattern: str, field: str) -> int:
