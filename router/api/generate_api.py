@@ -15,7 +15,7 @@ from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.openapi import new_routes
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.responses import DATA_ONLY, answers
 from router.request.admission import AdmissionOfRequest

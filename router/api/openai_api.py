@@ -48,7 +48,6 @@ from router.request.generation import Generation, GenerationGroup
 from router.request.output_text import LengthReason, StopReason, kind_of
 from router.text.reply_parser import CallDelta, ReplyDelta
 from router.text.served_model import ServedModel
-from shared.errors import RequestError
 
 
 def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
@@ -66,11 +65,6 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
     async def chat_completions(request: Request, body: ChatBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation."""
         return await desk.respond(request, admission, lambda intake: read_chat(body, intake), ChatShape)
-
-    @router.post("/embeddings", include_in_schema=False)
-    async def embeddings() -> Response:
-        """A 404 with a sentence."""
-        raise RequestError("this server generates text: it has no embeddings", status=404)
 
     def model_card() -> ModelCard:
         model = desk.slot.get()

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from router.http.body import Body, FailFast, OneOf, Refused, about
-from router.http.limits import MAX_CHOICES
+from router.http.config import MAX_CHOICES
 from router.request.fields import (
     CHOSEN_HERE,
     AddSpecialTokens,

@@ -24,7 +24,7 @@ from router.api.openai_bodies import (
 )
 from router.api.tool_calls import EnforcedCalls, ForcedCall, Reasoning, of_objects
 from router.http.body import wrong_input
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
 from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key

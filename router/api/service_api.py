@@ -17,7 +17,7 @@ from router.api.openapi import new_routes
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.api_keys import AdminGuard
 from router.http.body import Body, OneOf, Refused, about
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.http.responses import answers, json_response, while_connected
 from router.nodes.fleet_answers import (
     Detokenized,

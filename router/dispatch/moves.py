@@ -95,7 +95,7 @@ class Moves:
             if other is not node:
                 other.send(Cancel(moving.key))
         self._view.ended(moving)
-        self._metrics.move_ended(done=False)
+        self._metrics.count("baton:num_failed_moves")
 
     def _switch(self, req: RunningReq, *, awaited: int) -> None:
         """Make the move the latest attempt. Tokens of the source at positions before `awaited` may still come."""
@@ -108,4 +108,4 @@ class Moves:
         req.attempts.append(moving)
         req.moving, req.left, req.left_until = None, source, awaited
         req.failed_moves.clear()
-        self._metrics.move_ended(done=True)
+        self._metrics.count("baton:num_moves")

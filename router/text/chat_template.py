@@ -25,8 +25,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.control_tokens import MARK, ControlTokens
-from router.text.tokenizer import TextWorkers
+from router.text.tokenizer import MARK, ControlTokens, TextWorkers
 from shared.errors import ConfigError, ModelError, RequestError
 
 _SEARCHES = re.compile("r?(find|index|partition|split)|(starts|ends)with|replace|remove(prefix|suffix)|count")

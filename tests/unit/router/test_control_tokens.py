@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 import router.text.chat_template
 from router.text.chat_template import Chat
-from router.text.control_tokens import MARK
 from router.text.served_model import ServedModel
+from router.text.tokenizer import MARK
 from shared.errors import RequestError
 from shared.protocol.messages import Prefill
 from tests.unit.router.fakes import STORY, joined_pair, write_model

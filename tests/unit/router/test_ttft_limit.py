@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from router.dispatch.fleet_view import MAX_RETRY_AFTER_S
 from router.dispatch.running_req import RunningReq
-from router.dispatch.waiting_queue import MAX_RETRY_AFTER_S
 from router.http.config import DispatchOptions
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Failed, Load, NodeLimits, Prefill, TokenEntry
