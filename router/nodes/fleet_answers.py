@@ -94,14 +94,10 @@ class ModelInfo(Answer, kw_only=True, frozen=True):
     is_generation: bool = True
 
 
-class NodeInfo(Answer, kw_only=True, frozen=True):
+class NodeInfo(FleetMember, kw_only=True, frozen=True):
     """A connected node, as it was started."""
 
-    node_id: str
     role: Role
-    state: State
-    incarnation: str
-    address: str
     limits: Fields
     flags: dict[str, str | int | float | bool | None]
 
