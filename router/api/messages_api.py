@@ -11,14 +11,13 @@ from typing import Annotated, Any, Literal
 
 import pydantic_core
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
 from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName, NoEffect
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, OneOf, Refused, about
+from router.http.body import Body, FailFast, Refused, about, by_type, text_or
 from router.http.responses import (
     ANTHROPIC_PATH,
     StreamForm,
@@ -62,13 +61,7 @@ class ToolUse(Body):
     input: dict[str, Any] = about("The arguments.", default_factory=dict)
 
 
-_TEXTS = Annotated[
-    str | list[TextBlock],
-    OneOf(
-        "a string or a list of text blocks",
-        {"str": str, "list": Annotated[list[TextBlock], FailFast(), Field(max_length=MAX_PARTS)]},
-    ),
-]
+_TEXTS = Annotated[str | list[TextBlock], text_or("a string or a list of text blocks", TextBlock, MAX_PARTS)]
 
 
 class ToolResult(Body):
@@ -82,15 +75,9 @@ class ToolResult(Body):
 
 _Block = Annotated[
     TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult,
-    OneOf(
+    by_type(
         "a block of type text, thinking, redacted_thinking, tool_use or tool_result",
-        {
-            "dict[text]": TextBlock,
-            "dict[thinking]": ThinkingBlock,
-            "dict[redacted_thinking]": RedactedThinking,
-            "dict[tool_use]": ToolUse,
-            "dict[tool_result]": ToolResult,
-        },
+        *(TextBlock, ThinkingBlock, RedactedThinking, ToolUse, ToolResult),
     ),
 ]
 
@@ -99,13 +86,9 @@ class InputMessage(Body):
     """One turn."""
 
     role: Literal["user", "assistant"] = about("The author.")
-    content: Annotated[
-        str | list[_Block],
-        OneOf(
-            "a string or a list of blocks",
-            {"str": str, "list": Annotated[list[_Block], FailFast(), Field(max_length=MAX_PARTS)]},
-        ),
-    ] = about("Text, or blocks of it, of reasoning, calls and answers.")
+    content: Annotated[str | list[_Block], text_or("a string or a list of blocks", _Block, MAX_PARTS)] = (
+        about("Text, or blocks of it, of reasoning, calls and answers.")
+    )
 
 
 class MessagesTool(Body):

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 import pydantic
@@ -102,6 +102,22 @@ class OneOf:
         if not value:
             return self._empty_list
         return f"list[{'list' if value[0] is None else type(value[0]).__name__}]"
+
+
+def text_or(phrase: str, item: Any, most: int) -> OneOf:
+    """A string, or a list of at most so many items."""
+    of_items: Any = list
+    return OneOf(phrase, {"str": str, "list": Annotated[of_items[item], FailFast(), Field(max_length=most)]})
+
+
+def by_type(phrase: str, *kinds: type[Body]) -> OneOf:
+    """An object of one of these kinds, as its `type` says, which may be left out where it has a default."""
+    branches: dict[str, type[Body]] = {}
+    for kind in kinds:
+        field = kind.model_fields["type"]
+        names = [*get_args(field.annotation), *([] if field.is_required() else [None])]
+        branches |= {f"dict[{name}]": kind for name in names}
+    return OneOf(phrase, branches)
 
 
 def one_or_more(phrase: str, kind: str, item: Any, most: int | None = None) -> OneOf:
