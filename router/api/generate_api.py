@@ -182,6 +182,7 @@ class _Native:
 
     def __init__(self, asked: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._asked = asked
+        self._workers = tokenizer.workers
         self._text_of = tokenizer.token_text if asked.with_logprob_text else None
         self._logprobs: dict[int, NativeLogprobs] = {}
 
@@ -200,7 +201,7 @@ class _Native:
     async def _so_far(self, generation: Generation, *, with_index: bool = False) -> GenerateAnswer:
         """The answer for the output so far. Its lists grow, so it is encoded before the next call."""
         if generation.index not in self._logprobs:
-            self._logprobs[generation.index] = NativeLogprobs(generation, self._text_of)
+            self._logprobs[generation.index] = NativeLogprobs(generation, self._workers, self._text_of)
         req = generation.req
         info = MetaInfo(
             id=generation.prompt.rid,

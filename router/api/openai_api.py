@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from router.api.answering import Desk
 from router.api.generate_api import timeline_fields
-from router.api.logprobs import ScoredText, chat_logprobs
+from router.api.logprobs import ScoredText, chat_logprobs, cost_in_chars
 from router.api.openai_answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -88,7 +88,6 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
 # ---------------------------------------------------------------------------------------- what is answered
 MaybeUsage = Usage | UnsetType
 _NOTHING = ChatDelta()
-_CHARS_A_LOGPROB = 2
 
 
 class OpenAIShape:
@@ -106,7 +105,7 @@ class OpenAIShape:
         async with group:
             generations, best_n = await group.finished(), self._asked.best_n
             chosen = generations if best_n is None else best(generations, best_n)
-            num_chars = sum(map(_cost_in_chars, chosen))
+            num_chars = sum(map(cost_in_chars, chosen))
             return await self._tokenizer.workers.run(num_chars, lambda: self.whole(chosen, generations))
 
     async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
@@ -123,7 +122,7 @@ class OpenAIShape:
                 if first is None:
                     first = num_sent[generation.index] = 0
                     make = functools.partial(self.opening, generation, usage_so_far())
-                    opening = await self._tokenizer.workers.run(_cost_in_chars(generation), make)
+                    opening = await self._tokenizer.workers.run(cost_in_chars(generation), make)
                     if opening is not None:
                         yield opening
                 if text or generation.finish_reason is not None:
@@ -342,14 +341,6 @@ def _whole_calls(calls: Sequence[CallDelta]) -> Iterator[ToolCall]:
 
 def _new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def _cost_in_chars(generation: Generation) -> int:
-    """The cost of writing the logprobs of an echoed prompt, as a number of characters that cost as much to encode."""
-    wanted = generation.prompt.work.params.logprobs
-    if wanted is None:
-        return 0
-    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.work.input_ids))
 
 
 def usage_of(generations: Sequence[Generation]) -> Usage:
