@@ -13,10 +13,10 @@ from router.http.config import (
     ConnectionOptions,
     DispatchOptions,
     FleetOptions,
+    HttpLimits,
     HttpOptions,
     RouterConfig,
 )
-from router.http.limits import HttpLimits
 from router.http.topology import LocalTopology, parse_address, parse_local
 from shared import cli
 from shared.config import DEFAULT_CONTROL_PORT, TransferOptions

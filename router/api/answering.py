@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from starlette.types import Scope
 
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.http.responses import StreamForm, json_response, stream_response, while_connected
 from router.request.admission import Admission
 from router.request.generation import GenerationGroup, Generator

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query, params
+from fastapi import APIRouter, Depends, Query, Response, params
 from msgspec import UNSET
 from msgspec.structs import asdict
 
 from router.api.openapi import new_routes
 from router.http.api_keys import AdminGuard, ApiKeys
 from router.http.body import Body, about
+from router.http.responses import answers, json_response
 from router.http.topology import address_of
-from router.nodes.fleet_answers import Fleet, FleetNode, NodeAdded, NodeRemoved, RoleChanged
+from router.nodes.fleet_answers import Fleet, FleetNode, NodeReady, NodeRemoved
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
 from router.nodes.member import Member
 from router.nodes.membership import Membership
@@ -66,42 +67,41 @@ def fleet_admin_routes(
             )
         return member
 
-    async def with_load(member: Member) -> FleetNode:
+    async def ready(member: Member) -> Response:
         await membership.refresh()
-        return describe_in_full(member)
+        return json_response(NodeReady(node=describe_in_full(member)))
 
-    @router.get("")
-    async def fleet() -> Fleet:
+    @router.get("", responses=answers(Fleet))
+    async def fleet() -> Response:
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh()
         nodes = [describe_in_full(member) for member in membership.members]
-        return Fleet(nodes=nodes)
+        return json_response(Fleet(nodes=nodes))
 
-    @router.post("/nodes")
-    async def add_node(asked: AddNode) -> NodeAdded:
+    @router.post("/nodes", responses=answers(NodeReady))
+    async def add_node(asked: AddNode) -> Response:
         """Dial a running node; answers when it has been taken in or refused, or after ten seconds."""
         role = Role(asked.role)
         member = await changes.add(role, _address(role, asked.address), ADD_WAIT_S)
-        return NodeAdded(node=await with_load(member))
+        return await ready(member)
 
-    @router.post("/nodes/{node_id:path}/role")
+    @router.post("/nodes/{node_id:path}/role", responses=answers(NodeReady))
     async def change_role(
         asked: ChangeRole, node_id: str, drain_timeout_s: DrainTimeout = DEFAULT_DRAIN_TIMEOUT_S
-    ) -> RoleChanged:
+    ) -> Response:
         """Drain a node and have it serve in the other role; answers when it is back, with its model still loaded."""
         member = await changes.change_role(find(node_id), Role(asked.role), drain_timeout_s, ADD_WAIT_S)
-        return RoleChanged(node=await with_load(member))
+        return await ready(member)
 
-    @router.delete("/nodes/{node_id:path}")
-    async def remove_node(
-        node_id: str, drain_timeout_s: DrainTimeout = DEFAULT_DRAIN_TIMEOUT_S
-    ) -> NodeRemoved:
+    @router.delete("/nodes/{node_id:path}", responses=answers(NodeRemoved))
+    async def remove_node(node_id: str, drain_timeout_s: DrainTimeout = DEFAULT_DRAIN_TIMEOUT_S) -> Response:
         """Send a node nothing new, and hang up when its requests have ended or the time is up."""
         member = find(node_id)
         num_failed_over = await changes.remove(member, drain_timeout_s)
-        return NodeRemoved(
+        removed = NodeRemoved(
             node_id=member.node_id or None, address=member.address, num_failed_over=num_failed_over
         )
+        return json_response(removed)
 
     return router
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ from msgspec import UNSET
 from router.api.answering import Asked, Desk
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
-from router.api.native_answers import FirstTokenAnswer, GenerateAnswer, MetaInfo, StampAnswer
+from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.openapi import new_routes
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.http.middleware import requested_rid
-from router.http.responses import DATA_ONLY, event_stream
+from router.http.responses import DATA_ONLY, answers
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
 from router.request.prompt import (
@@ -38,15 +38,15 @@ from shared.protocol.sampling_params import SamplingParams
 
 WEIGHT_VERSION = "default"
 
-_ANSWER = GenerateAnswer | list[GenerateAnswer]
+_ANSWERS = answers(GenerateAnswer | list[GenerateAnswer], event=GenerateAnswer)
 
 
 def generate_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
     router = new_routes("SGLang")
 
-    @router.put("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
-    @router.post("/generate", response_model=_ANSWER, responses=event_stream(GenerateAnswer))
+    @router.put("/generate", responses=_ANSWERS)
+    @router.post("/generate", responses=_ANSWERS)
     async def generate(request: Request, body: GenerateBody, admission: AdmissionOfRequest) -> Response:
         """Complete one prompt or several."""
         return await desk.respond(
@@ -182,70 +182,51 @@ class _Native:
 
     def __init__(self, asked: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._asked = asked
-        self._tokenizer = tokenizer
+        self._workers = tokenizer.workers
+        self._text_of = tokenizer.token_text if asked.with_logprob_text else None
+        self._logprobs: dict[int, NativeLogprobs] = {}
 
     async def answer(self, group: GenerationGroup) -> object:
         """One answer, or a list of them."""
         async with group:
-            outputs = [self._output(generation) for generation in await group.finished()]
-            answers = [await output.so_far() for output in outputs]
+            answers = [await self._so_far(generation) for generation in await group.finished()]
         return answers if self._asked.as_list else answers[0]
 
     async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
         """Each with all that a sequence has so far."""
         async with group:
-            outputs = [self._output(generation) for generation in group.generations]
             async for generation, _ in group.steps():
-                yield await outputs[generation.index].so_far(with_index=self._asked.as_list)
+                yield await self._so_far(generation, with_index=self._asked.as_list)
 
-    def _output(self, generation: Generation) -> _Output:
-        return _Output(generation, self._asked, self._tokenizer)
-
-
-def meta_info(generation: Generation, *, with_timeline: bool, logprobs: Mapping[str, Any]) -> MetaInfo:
-    """The `meta_info` of a sequence. `logprobs` are fields of NativeLogprobs."""
-    req = generation.req
-    timeline = timeline_fields(generation) if with_timeline else {}
-    return MetaInfo(
-        id=generation.prompt.rid,
-        finish_reason=generation.finish_reason,
-        prompt_tokens=req.prompt_len,
-        completion_tokens=len(generation.output_ids),
-        cached_tokens=req.cached_tokens,
-        weight_version=WEIGHT_VERSION,
-        e2e_latency=UNSET if req.ended_at is None else req.ended_at - req.started_at,
-        **timeline,
-        **logprobs,
-    )
+    async def _so_far(self, generation: Generation, *, with_index: bool = False) -> GenerateAnswer:
+        """The answer for the output so far. Its lists grow, so it is encoded before the next call."""
+        if generation.index not in self._logprobs:
+            self._logprobs[generation.index] = NativeLogprobs(generation, self._workers, self._text_of)
+        req = generation.req
+        info = MetaInfo(
+            id=generation.prompt.rid,
+            finish_reason=generation.finish_reason,
+            prompt_tokens=req.prompt_len,
+            completion_tokens=len(generation.output_ids),
+            cached_tokens=req.cached_tokens,
+            weight_version=WEIGHT_VERSION,
+            e2e_latency=UNSET if req.ended_at is None else req.ended_at - req.started_at,
+            **(timeline_fields(generation) if self._asked.with_timeline else {}),
+            **await self._logprobs[generation.index].so_far(),
+        )
+        return GenerateAnswer(
+            text=generation.output.text,
+            output_ids=generation.output_ids,
+            meta_info=info,
+            index=generation.index if with_index else UNSET,
+        )
 
 
 def timeline_fields(generation: Generation) -> dict[str, Any]:
     """The stages known so far, in order of time. A node sends its stages with its first token and with its last."""
-    start = generation.req.start
     return {
-        "timeline": [StampAnswer.of(stamp) for stamp in generation.timeline],
-        "first_token": FirstTokenAnswer.of(start) if start is not None else UNSET,
+        "timeline": [StampAnswer(role=s.role, stage=s.stage, time=s.time) for s in generation.timeline],
+        "first_token": generation.req.start or UNSET,
         "kv_pages_transferred": generation.req.kv_pages_transferred,
         "kv_bytes_transferred": generation.req.kv_bytes_transferred,
     }
-
-
-class _Output:
-    """Makes the answers of one sequence."""
-
-    def __init__(self, generation: Generation, asked: GenerateRequest, tokenizer: Tokenizer) -> None:
-        self._generation = generation
-        self._with_timeline = asked.with_timeline
-        text_of = tokenizer.token_text if asked.with_logprob_text else None
-        self._logprobs = NativeLogprobs(generation, text_of)
-
-    async def so_far(self, *, with_index: bool = False) -> GenerateAnswer:
-        """The answer for the output so far. Its lists grow, so it is encoded before the next call."""
-        logprobs = await self._logprobs.so_far()
-        generation = self._generation
-        return GenerateAnswer(
-            text=generation.output.text,
-            output_ids=generation.output_ids,
-            meta_info=meta_info(generation, with_timeline=self._with_timeline, logprobs=logprobs),
-            index=generation.index if with_index else UNSET,
-        )

@@ -1,8 +1,9 @@
 """LiveState samples the fleets and this router's traffic each second, for the feed of `/live`.
 
-It samples always, so that a page that is opened shows the last minutes. A sample is made of what the nodes have told
-last (their Pongs), which takes well under a millisecond for a small fleet. The totals of each fleet have a history;
-of a single node only the state of now is known.
+It samples always, so that a page that is opened shows the last ten minutes: the first event of a feed has their
+samples, and each later event has the new ones. A sample is made of what the nodes have told last (their Pongs), which
+takes well under a millisecond for a small fleet. The totals of each fleet have a history; of a single node only the
+state of now is known. Times are seconds, rates are per second, pages are KV pages.
 """
 
 from __future__ import annotations
@@ -10,26 +11,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from router.api.live_feed import (
-    MAX_SAMPLES,
-    PERCENTILES,
-    SAMPLE_INTERVAL_S,
-    FleetSample,
-    LiveEvent,
-    NodeNow,
-    RouterNow,
-    Sample,
-)
 from router.api.openapi import new_routes
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import WINDOW_ROLLS, Metrics
-from router.http.responses import EventStream, event_stream, stream_response
+from router.http.answer import Answer
+from router.http.responses import EventStream, answers, json_response, stream_response
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
@@ -38,14 +31,101 @@ from shared.protocol.messages import LinkReport, Role
 from shared.timeline import Clock
 
 _SHORTEST_RATE_S = 0.5
-_STATES: Mapping[MemberState, str] = {
-    MemberState.DIALLING: "dialling",
-    MemberState.ALIVE: "live",
-    MemberState.DRAINING: "draining",
-    MemberState.REFUSED: "refused",
-    MemberState.LOST: "gone",
-    MemberState.LEFT: "gone",
-}
+_STATES = {MemberState.ALIVE: "live", MemberState.LOST: "gone", MemberState.LEFT: "gone"}
+"""Where the page has a word of its own."""
+SAMPLE_INTERVAL_S = 1.0
+MAX_SAMPLES = 600
+PERCENTILES = (0.5, 0.9, 0.99)
+
+
+class RouterNow(Answer, frozen=True, kw_only=True):
+    """The router that answers. `context_length` is None while no node has said which model it serves.
+
+    `worker` is the router's name if it is one of several (--router-workers). Figures of clients are this router's
+    own; figures of nodes count the requests of all routers.
+    """
+
+    worker: str | None
+    status: str
+    reason: str
+    model: str
+    version: str
+    has_chat_template: bool
+    context_length: int | None
+    uptime_s: float
+    percentile_window_s: float
+
+
+class Figures(Answer, frozen=True, kw_only=True):
+    """The load of a node, or of a fleet. KV bytes count where they arrive and where they leave.
+
+    Held pages belong to requests and transfers. Cached pages belong only to the RadixCache, which evicts them when
+    they are needed. `tokens_per_s` counts generated tokens.
+    """
+
+    num_running_reqs: int = 0
+    num_queue_reqs: int = 0
+    num_transferring_reqs: int = 0
+    tokens_per_s: float = 0.0
+    kv_bytes_per_s: float = 0.0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    num_held_pages: int = 0
+
+
+class NodeNow(Figures, frozen=True, kw_only=True):
+    """A node. `state` is loading, dialling, live, draining, refused or gone; `reason` says why it is not live.
+
+    `prompt_tokens_per_s` counts computed tokens without cached ones. `links` counts `num_links` by transport, and
+    `links_words` says what they measured and why none is better.
+    """
+
+    node_id: str
+    role: str
+    address: str
+    state: str
+    reason: str = ""
+    loaded: float | None = None
+    num_bootstrapping_reqs: int = 0
+    num_retracted_reqs: int = 0
+    num_links: int = 0
+    links: dict[str, int] = msgspec.field(default_factory=dict)
+    links_words: list[str] = msgspec.field(default_factory=list)
+    prompt_tokens_per_s: float = 0.0
+
+
+class FleetSample(Figures, frozen=True, kw_only=True):
+    """The connected nodes of one role, added up. Those that wait for pages are in its queue."""
+
+    num_nodes: int
+
+
+class Sample(Answer, frozen=True, kw_only=True):
+    """One second. Percentiles (see PERCENTILES) are over the last few, and None if nothing was observed in them.
+
+    Of this router's sequences, `num_running_reqs` stream and `num_queue_reqs` wait for their first token.
+    `rejected_per_s` counts HTTP requests that were refused with a 429.
+    """
+
+    time: float
+    num_running_reqs: int
+    num_queue_reqs: int
+    tokens_per_s: float
+    reqs_per_s: float
+    rejected_per_s: float
+    ttft_s: tuple[float, ...] | None
+    itl_s: tuple[float, ...] | None
+    prefill: FleetSample
+    decode: FleetSample
+
+
+class LiveEvent(Answer, frozen=True, kw_only=True):
+    """One event of the feed."""
+
+    router: RouterNow
+    nodes: list[NodeNow]
+    samples: list[Sample]
 
 
 @dataclass
@@ -211,21 +291,18 @@ class LiveState:
         return [self._member(member) for member in members if member.role is role and member.node is not None]
 
     def _member(self, member: Member) -> NodeNow:
-        now = NodeNow(
-            node_id=member.node_id,
-            role=member.role,
-            address=member.address,
-            state=_STATES[member.state],
-            reason=member.reason,
-        )
+        known: dict[str, Any] = {
+            "role": member.role,
+            "state": _STATES.get(member.state, member.state),
+            "reason": member.reason,
+        }
         node = member.node
         if node is None:
-            return now
+            return NodeNow(**known, node_id=member.node_id, address=member.address)
         load, counters = node.load, self._nodes_counters.get(node.ref.incarnation)
-        per_s = counters.per_s if counters else (0.0,) * 3
-        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s = per_s
-        return msgspec.structs.replace(
-            now,
+        prompt_tokens_per_s, tokens_per_s, kv_bytes_per_s = counters.per_s if counters else (0.0,) * 3
+        return NodeNow(
+            **known,
             node_id=node.ref.node_id,
             address=node.ref.address,
             num_running_reqs=load.num_running,
@@ -248,8 +325,7 @@ class LiveState:
 
 def _added_up(nodes: Iterable[NodeNow]) -> FleetSample:
     nodes = list(nodes)
-    names = [name for name in FleetSample.__struct_fields__ if name != "num_nodes"]
-    total = {name: sum(getattr(node, name) for node in nodes) for name in names}
+    total = {name: sum(getattr(node, name) for node in nodes) for name in Figures.__struct_fields__}
     total["num_queue_reqs"] += sum(node.num_bootstrapping_reqs for node in nodes)
     return FleetSample(num_nodes=len(nodes), **total)
 
@@ -258,15 +334,15 @@ def live_routes(live: LiveState) -> APIRouter:
     """The feed, and one event of it."""
     router = new_routes("State")
 
-    @router.get("/live", status_code=200, response_class=EventStream, responses=event_stream(LiveEvent))
+    @router.get("/live", status_code=200, response_class=EventStream, responses=answers(event=LiveEvent))
     async def feed(request: Request) -> Response:
-        """Server-sent events, one a second: router, nodes and samples (see `router/api/live_feed.py`)."""
+        """Server-sent events, one a second: router, nodes and samples ."""
         return await stream_response(request, live.feed())
 
-    @router.get("/live/state")
-    async def state() -> LiveEvent:
+    @router.get("/live/state", responses=answers(LiveEvent))
+    async def state() -> Response:
         """The same as one JSON object, with the samples of the last ten minutes."""
-        return live.event()
+        return json_response(live.event())
 
     return router
 

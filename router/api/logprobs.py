@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +11,22 @@ import msgspec
 from router.api.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from router.request.generation import Generation
 from router.text.detokenizer import Detokenizer
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import TextWorkers, Tokenizer
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 
-_INLINE_NUMBERS = 4096
-"""The most numbers about a prompt that are written on the event loop. A thread writes more, so that streams go on."""
+_CHARS_A_LOGPROB = 2
 
 TextOf = Callable[[int], str]
 Entry = tuple[float | None, int, str | None]
 """(logprob, token id, text), as in SGLang. The first token of a prompt has no logprob."""
+
+
+def cost_in_chars(generation: Generation) -> int:
+    """The cost of writing the logprobs of an echoed prompt, as a number of characters that cost as much to encode."""
+    wanted = generation.prompt.work.params.logprobs
+    if wanted is None:
+        return 0
+    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.work.input_ids))
 
 
 class NativeLogprobs:
@@ -30,8 +36,9 @@ class NativeLogprobs:
     kept as JSON.
     """
 
-    def __init__(self, generation: Generation, text_of: TextOf | None) -> None:
+    def __init__(self, generation: Generation, workers: TextWorkers, text_of: TextOf | None) -> None:
         self._generation = generation
+        self._workers = workers
         self._text_of = text_of
         self._of_input: dict[str, msgspec.Raw] | None = None
         self._num_outputs = 0
@@ -45,11 +52,7 @@ class NativeLogprobs:
         of_input = self._of_input
         if of_input is None:
             all_there = wanted.start_len < 0 or self._generation.req.input_logprobs is not None
-            num_input_ids = len(self._generation.prompt.work.input_ids)
-            if wanted.num_input_logprobs(num_input_ids) > _INLINE_NUMBERS:
-                of_input = await asyncio.to_thread(self._input, wanted)
-            else:
-                of_input = self._input(wanted)
+            of_input = await self._workers.run(cost_in_chars(self._generation), lambda: self._input(wanted))
             if all_there:
                 self._of_input = of_input
         return {**of_input, **self._output(wanted)}

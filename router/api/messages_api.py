@@ -11,15 +11,21 @@ from typing import Annotated, Any, Literal
 
 import pydantic_core
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
 from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName, NoEffect
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, OneOf, Refused, about
-from router.http.responses import ANTHROPIC_PATH, StreamForm, anthropic_error, while_connected
+from router.http.body import Body, FailFast, Refused, about, by_type, text_or
+from router.http.responses import (
+    ANTHROPIC_PATH,
+    StreamForm,
+    answers,
+    anthropic_error,
+    json_response,
+    while_connected,
+)
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
 from router.request.output_text import StopReason, kind_of
@@ -55,13 +61,7 @@ class ToolUse(Body):
     input: dict[str, Any] = about("The arguments.", default_factory=dict)
 
 
-_TEXTS = Annotated[
-    str | list[TextBlock],
-    OneOf(
-        "a string or a list of text blocks",
-        {"str": str, "list": Annotated[list[TextBlock], FailFast(), Field(max_length=MAX_PARTS)]},
-    ),
-]
+_TEXTS = Annotated[str | list[TextBlock], text_or("a string or a list of text blocks", TextBlock, MAX_PARTS)]
 
 
 class ToolResult(Body):
@@ -75,15 +75,9 @@ class ToolResult(Body):
 
 _Block = Annotated[
     TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult,
-    OneOf(
+    by_type(
         "a block of type text, thinking, redacted_thinking, tool_use or tool_result",
-        {
-            "dict[text]": TextBlock,
-            "dict[thinking]": ThinkingBlock,
-            "dict[redacted_thinking]": RedactedThinking,
-            "dict[tool_use]": ToolUse,
-            "dict[tool_result]": ToolResult,
-        },
+        *(TextBlock, ThinkingBlock, RedactedThinking, ToolUse, ToolResult),
     ),
 ]
 
@@ -92,13 +86,9 @@ class InputMessage(Body):
     """One turn."""
 
     role: Literal["user", "assistant"] = about("The author.")
-    content: Annotated[
-        str | list[_Block],
-        OneOf(
-            "a string or a list of blocks",
-            {"str": str, "list": Annotated[list[_Block], FailFast(), Field(max_length=MAX_PARTS)]},
-        ),
-    ] = about("Text, or blocks of it, of reasoning, calls and answers.")
+    content: Annotated[str | list[_Block], text_or("a string or a list of blocks", _Block, MAX_PARTS)] = (
+        about("Text, or blocks of it, of reasoning, calls and answers.")
+    )
 
 
 class MessagesTool(Body):
@@ -190,7 +180,7 @@ def messages_routes(desk: Desk) -> APIRouter:
     }
     router = new_routes("Anthropic", prefix=ANTHROPIC_PATH, responses=errors)
 
-    @router.post("", response_model=None, responses=NAMED_EVENTS)
+    @router.post("", responses=NAMED_EVENTS)
     async def messages(request: Request, body: MessagesBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation, as Anthropic's API does."""
         asked = chat_body(body.chat())
@@ -198,11 +188,11 @@ def messages_routes(desk: Desk) -> APIRouter:
             request, admission, lambda intake: read_chat(asked, intake, prefix="msg_"), MessagesShape
         )
 
-    @router.post("/count_tokens")
-    async def count_tokens(request: Request, body: CountBody) -> dict[str, int]:
+    @router.post("/count_tokens", responses=answers(dict[str, int]))
+    async def count_tokens(request: Request, body: CountBody) -> Response:
         """Count the tokens of a conversation's prompt."""
         counting = count_prompt_tokens(chat_body(body.chat()), desk.slot.get(), desk.limits)
-        return {"input_tokens": await while_connected(request.receive, counting)}
+        return json_response({"input_tokens": await while_connected(request.receive, counting)})
 
     return router
 

@@ -4,69 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from router.dispatch.stages import Start, StartStage
+from router.dispatch.stages import Start
 from router.http.answer import Answer
-from router.http.body import about
 from router.request.output_text import FinishReason
-from shared.protocol.messages import Stamp
 
 ScoredToken = Annotated[
     tuple[float | None, int, str | None],
-    about("Logprob (null where nothing comes before), token id, and the text where it was asked for."),
+    Meta(
+        description="Logprob (null where nothing comes before), token id, and the text where it was asked for."
+    ),
 ]
 ScoredTokens = list[ScoredToken]
-Alternatives = Annotated[list[ScoredTokens | None], about("For each token; null where nothing comes before.")]
+Alternatives = Annotated[
+    list[ScoredTokens | None], Meta(description="For each token; null where nothing comes before.")
+]
 
 
 class StampAnswer(Answer, kw_only=True, frozen=True):
     """A stage that a request entered."""
 
-    role: Annotated[str, about("router, prefill or decode.")]
+    role: Annotated[str, Meta(description="router, prefill or decode.")]
     stage: str
-    time: Annotated[float, about("Seconds since 1970, by the clock of that machine.")]
-
-    @classmethod
-    def of(cls, stamp: Stamp) -> StampAnswer:
-        """The answer for a stamp of the protocol."""
-        return cls(role=stamp.role, stage=stamp.stage, time=stamp.time)
-
-
-class StageTimeAnswer(Answer, kw_only=True, frozen=True):
-    """How long one stage of a start took. Times of one stage are by the clock of one machine."""
-
-    stage: StartStage
-    node: Annotated[str, about("Empty for a stage of the router.")]
-    seconds: float
-    expected_s: Annotated[
-        float | None, about("What it should cost; null while no rate of the node is known.")
-    ]
-
-
-class FirstTokenAnswer(Answer, kw_only=True, frozen=True):
-    """What the time to the first token went to; `transfer` is the wait for the second token."""
-
-    ttft_s: float
-    slow_because: Annotated[
-        StartStage | None,
-        about("The stage longest beyond what it should cost; null if none was slow."),
-    ]
-    stages: list[StageTimeAnswer]
-
-    @classmethod
-    def of(cls, start: Start) -> FirstTokenAnswer:
-        """The answer for a start that has been measured."""
-        return cls(
-            ttft_s=start.ttft_s,
-            slow_because=start.slow_because,
-            stages=[
-                StageTimeAnswer(
-                    stage=one.stage, node=one.node_names, seconds=one.seconds, expected_s=one.expected_s
-                )
-                for one in start.stages
-            ],
-        )
+    time: Annotated[float, Meta(description="Seconds since 1970, by the clock of that machine.")]
 
 
 class TimelineFields(Answer, frozen=True):
@@ -76,7 +37,7 @@ class TimelineFields(Answer, frozen=True):
     """
 
     timeline: list[StampAnswer] | UnsetType = UNSET
-    first_token: FirstTokenAnswer | UnsetType = UNSET
+    first_token: Start | UnsetType = UNSET
     kv_pages_transferred: int | UnsetType = UNSET
     kv_bytes_transferred: int | UnsetType = UNSET
 
@@ -84,13 +45,13 @@ class TimelineFields(Answer, frozen=True):
 class MetaInfo(TimelineFields, kw_only=True, frozen=True):
     """The facts about a sequence beside its text. Logprobs come with `return_logprob`."""
 
-    id: Annotated[str, about("The prompt's rid.")]
-    finish_reason: Annotated[FinishReason | None, about("Null while it runs.")]
+    id: Annotated[str, Meta(description="The prompt's rid.")]
+    finish_reason: Annotated[FinishReason | None, Meta(description="Null while it runs.")]
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: Annotated[int, about("Prompt tokens found in a RadixCache.")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens found in a RadixCache.")]
     weight_version: str
-    e2e_latency: Annotated[float | UnsetType, about("Seconds, once it has ended.")] = UNSET
+    e2e_latency: Annotated[float | UnsetType, Meta(description="Seconds, once it has ended.")] = UNSET
     input_token_logprobs: ScoredTokens | UnsetType = UNSET
     output_token_logprobs: ScoredTokens | UnsetType = UNSET
     input_top_logprobs: Alternatives | UnsetType = UNSET
@@ -106,5 +67,5 @@ class GenerateAnswer(Answer, kw_only=True, frozen=True):
     output_ids: list[int]
     meta_info: MetaInfo
     index: Annotated[
-        int | UnsetType, about("In the events of a batch: which sequence, grouped by prompt.")
+        int | UnsetType, Meta(description="In the events of a batch: which sequence, grouped by prompt.")
     ] = UNSET

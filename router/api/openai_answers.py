@@ -7,26 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from router.api.native_answers import TimelineFields
 from router.http.answer import Answer
-from router.http.body import about
 
 FinishReason = Annotated[
     Literal["stop", "length", "tool_calls", "abort"],
-    about(
-        "stop: the model's own end, or a stop string or id. length: max_tokens or the context. "
+    Meta(
+        description="stop: the model's own end, or a stop string or id. length: max_tokens or the context. "
         "tool_calls: the call that `tool_choice` required is complete. abort: by /abort_request."
     ),
 ]
-MatchedStop = Annotated[int | str | None, about("The token id or the string that ended it.")]
+MatchedStop = Annotated[int | str | None, Meta(description="The token id or the string that ended it.")]
 
 
 class PromptTokensDetails(Answer, kw_only=True, frozen=True):
     """How many of the prompt's tokens were cached."""
 
-    cached_tokens: Annotated[int, about("Found in a RadixCache, and so not computed again.")]
+    cached_tokens: Annotated[int, Meta(description="Found in a RadixCache, and so not computed again.")]
 
 
 class CompletionTokensDetails(Answer, kw_only=True, frozen=True):
@@ -42,7 +41,9 @@ class Usage(Answer, kw_only=True, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: Annotated[CompletionTokensDetails | UnsetType, about("Of a chat.")] = UNSET
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | UnsetType, Meta(description="Of a chat.")
+    ] = UNSET
 
 
 # ------------------------------------------------------------------------------------------ completions
@@ -201,8 +202,10 @@ class ModelCard(Answer, kw_only=True, frozen=True):
     """The model that is served."""
 
     id: str
-    root: Annotated[str, about("What the operator gave as --model.")]
-    max_model_len: Annotated[int, about("Tokens of prompt and output that every decode node takes.")]
+    root: Annotated[str, Meta(description="What the operator gave as --model.")]
+    max_model_len: Annotated[
+        int, Meta(description="Tokens of prompt and output that every decode node takes.")
+    ]
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "baton"

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from router.api.answering import Desk
 from router.api.generate_api import timeline_fields
-from router.api.logprobs import ScoredText, chat_logprobs
+from router.api.logprobs import ScoredText, chat_logprobs, cost_in_chars
 from router.api.openai_answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -42,53 +42,45 @@ from router.api.openai_requests import OpenAIRequest, read_chat, read_completion
 from router.api.openapi import new_routes
 from router.api.tool_calls import ForcedCall, Reader
 from router.http.answer import Answer
-from router.http.responses import DATA_ONLY, event_stream
+from router.http.responses import DATA_ONLY, answers, json_response
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
 from router.request.output_text import LengthReason, StopReason, kind_of
 from router.text.reply_parser import CallDelta, ReplyDelta
 from router.text.served_model import ServedModel
-from shared.errors import RequestError
 
 
 def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
     """The routes. Those that generate are behind a QueueGate. `context_length` returns the fleet's."""
     router = new_routes("OpenAI", prefix="/v1")
 
-    @router.post("/completions", response_model=Completion, responses=event_stream(Completion))
+    @router.post("/completions", responses=answers(Completion, event=Completion))
     async def completions(request: Request, body: CompletionBody, admission: AdmissionOfRequest) -> Response:
         """Complete one prompt or several."""
         return await desk.respond(
             request, admission, lambda intake: read_completion(body, intake), CompletionShape
         )
 
-    @router.post(
-        "/chat/completions", response_model=ChatCompletion, responses=event_stream(ChatCompletionChunk)
-    )
+    @router.post("/chat/completions", responses=answers(ChatCompletion, event=ChatCompletionChunk))
     async def chat_completions(request: Request, body: ChatBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation."""
         return await desk.respond(request, admission, lambda intake: read_chat(body, intake), ChatShape)
-
-    @router.post("/embeddings", include_in_schema=False)
-    async def embeddings() -> Response:
-        """A 404 with a sentence."""
-        raise RequestError("this server generates text: it has no embeddings", status=404)
 
     def model_card() -> ModelCard:
         model = desk.slot.get()
         return ModelCard(id=model.name, root=model.model, max_model_len=context_length())
 
-    @router.get("/models")
-    async def models() -> ModelList:
+    @router.get("/models", responses=answers(ModelList))
+    async def models() -> Response:
         """The one model that is served."""
-        return ModelList(data=[model_card()])
+        return json_response(ModelList(data=[model_card()]))
 
-    @router.get("/models/{model_id:path}")
-    async def model_by_id(model_id: str) -> ModelCard:
+    @router.get("/models/{model_id:path}", responses=answers(ModelCard))
+    async def model_by_id(model_id: str) -> Response:
         """The model, by its name."""
         if model_id != desk.slot.get().name:
             raise unknown_model(model_id, desk.slot.get())
-        return model_card()
+        return json_response(model_card())
 
     return router
 
@@ -96,7 +88,6 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
 # ---------------------------------------------------------------------------------------- what is answered
 MaybeUsage = Usage | UnsetType
 _NOTHING = ChatDelta()
-_CHARS_A_LOGPROB = 2
 
 
 class OpenAIShape:
@@ -114,7 +105,7 @@ class OpenAIShape:
         async with group:
             generations, best_n = await group.finished(), self._asked.best_n
             chosen = generations if best_n is None else best(generations, best_n)
-            num_chars = sum(map(_cost_in_chars, chosen))
+            num_chars = sum(map(cost_in_chars, chosen))
             return await self._tokenizer.workers.run(num_chars, lambda: self.whole(chosen, generations))
 
     async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
@@ -131,7 +122,7 @@ class OpenAIShape:
                 if first is None:
                     first = num_sent[generation.index] = 0
                     make = functools.partial(self.opening, generation, usage_so_far())
-                    opening = await self._tokenizer.workers.run(_cost_in_chars(generation), make)
+                    opening = await self._tokenizer.workers.run(cost_in_chars(generation), make)
                     if opening is not None:
                         yield opening
                 if text or generation.finish_reason is not None:
@@ -350,14 +341,6 @@ def _whole_calls(calls: Sequence[CallDelta]) -> Iterator[ToolCall]:
 
 def _new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def _cost_in_chars(generation: Generation) -> int:
-    """The cost of writing the logprobs of an echoed prompt, as a number of characters that cost as much to encode."""
-    wanted = generation.prompt.work.params.logprobs
-    if wanted is None:
-        return 0
-    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.work.input_ids))
 
 
 def usage_of(generations: Sequence[Generation]) -> Usage:

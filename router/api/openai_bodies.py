@@ -13,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from router.http.body import Body, FailFast, OneOf, Refused, about
-from router.http.limits import MAX_CHOICES
+from router.http.body import Body, FailFast, OneOf, Refused, about, text_or
+from router.http.config import MAX_CHOICES
 from router.request.fields import (
     CHOSEN_HERE,
     AddSpecialTokens,
@@ -196,11 +196,7 @@ class ChatInputMessage(AsSent):
         "The author. developer becomes system, unless the template has it."
     )
     content: Annotated[
-        str | list[TextPart] | None,
-        OneOf(
-            "a string or a list of parts",
-            {"str": str, "list": Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)]},
-        ),
+        str | list[TextPart] | None, text_or("a string or a list of parts", TextPart, MAX_PARTS)
     ] = about("Text, or parts of it; an assistant's message may have none.", None)
     tool_calls: list[EarlierCall] | None = about(
         "Calls in an assistant's message.", None, max_length=MAX_TOOLS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,12 +25,11 @@ from router.api.openai_bodies import (
 )
 from router.api.tool_calls import EnforcedCalls, ForcedCall, Reasoning, of_objects
 from router.http.body import wrong_input
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
 from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key
 from router.request.sampling import AskedGrammar, read_sampling, read_samplings, schema_grammar
-from router.text.chat_template import Chat
 from router.text.reply_parser import THINK, ReplyRegions
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
@@ -171,7 +171,25 @@ async def _render(body: ChatBody, model: ServedModel, limits: HttpLimits) -> tup
     """The prompt that the chat template makes, and its tokens."""
     if model.chat_template is None:
         raise RequestError(f"model {model.name} has no chat template; the server needs --chat-template FILE")
-    text = await model.chat_template.render(_chat(body), model.tokenizer.workers)
+    continues = body.continue_final_message
+    if continues and body.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    messages = [_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)]
+    tools = [{**tool.sent, "function": tool.function.sent} for tool in body.tools or ()] or None
+    render = partial(
+        model.chat_template.render,
+        messages,
+        tools=tools,
+        documents=body.documents,
+        variables={**_effort(body), **(body.chat_template_kwargs or {})},
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+    )
+    num_chars = len(msgspec.json.encode((messages, tools, body.documents)))
+    text = await model.tokenizer.workers.run(num_chars, render)
     # The template writes the special tokens itself.
     [ids] = await Prompts("messages", text).encode(model, limits, add_special_tokens=False)
     return text, ids
@@ -345,26 +363,6 @@ def _best_of(body: CompletionBody, limits: HttpLimits) -> int:
     if body.stream and body.best_of > body.n:
         raise wrong("best_of", f"n, {body.n}, in a stream, which cannot wait for the best", body.best_of)
     return body.best_of
-
-
-def _chat(body: ChatBody) -> Chat:
-    """The body as the chat template gets it."""
-    continues = body.continue_final_message
-    if continues and body.add_generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
-        )
-    return Chat(
-        messages=[_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)],
-        tools=[{**tool.sent, "function": tool.function.sent} for tool in body.tools] if body.tools else None,
-        documents=body.documents,
-        variables={**_effort(body), **(body.chat_template_kwargs or {})},
-        add_generation_prompt=not continues
-        if body.add_generation_prompt is None
-        else body.add_generation_prompt,
-        continue_final_message=continues,
-    )
 
 
 def _effort(body: ChatBody) -> dict[str, object]:

@@ -7,16 +7,10 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, params
 from fastapi.openapi.utils import get_openapi
-from pydantic import TypeAdapter
 
-from router.api.live_feed import LiveEvent
-from router.api.native_answers import GenerateAnswer
-from router.api.openai_answers import ChatCompletionChunk, Completion
 from router.http.api_keys import OPEN_PATHS
 from router.http.body import JsonRoute
-from router.http.responses import ErrorAnswer
-
-EVENTS = (ChatCompletionChunk, Completion, ErrorAnswer, GenerateAnswer, LiveEvent)
+from router.http.responses import TYPES
 
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds; with 429 and 503.", "schema": {"type": "integer"}}}
@@ -60,16 +54,15 @@ def new_routes(
 
 
 def openapi_document(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
-    """The document for the routes of `app`."""
+    """The document for the routes of `app`, whose answers FastAPI does not know (`responses.answers`)."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    _, events = TypeAdapter.json_schemas(
-        [(kind, "serialization", TypeAdapter(kind)) for kind in EVENTS],
-        ref_template="#/components/schemas/{model}",
-    )
-    document["components"]["schemas"] |= events["$defs"]
+    components = document["components"]
     if with_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        for path, operations in document["paths"].items():
-            for operation in operations.values():
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            for response in operation["responses"].values():
+                components["schemas"] |= response.pop(TYPES, {})
+            if with_keys:
                 operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
     return document

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.answering import group_of
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
-from router.dispatch.stages import stages_of
+from router.dispatch.stages import stages_of, worst_of
 from router.http.responses import ERROR
 from router.request.generation import Generation, GenerationGroup
 from router.request.output_text import kind_of
@@ -119,7 +119,7 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     generations = [generation for generation in group.generations if generation.started]
     reqs = [generation.req for generation in generations]
     prompts = [generation.req for generation in generations if generation.choice == 0]
-    slow = [one for req in reqs if req.start is not None and (one := req.start.worst) is not None]
+    slow = [one for req in reqs if req.start is not None and (one := worst_of(req.start.stages)) is not None]
     first = min((req.first_token_at for req in reqs if req.first_token_at is not None), default=None)
     return {
         "rid": group.prompts[0].rid,

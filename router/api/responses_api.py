@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
 from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, UNBOUNDED, FunctionName, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, OneOf, Refused, about
+from router.http.body import Body, FailFast, OneOf, Refused, about, by_type, text_or
 from router.http.responses import StreamForm, error_body
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
@@ -46,21 +45,9 @@ class Refusal(Body):
 
 _Part = Annotated[
     InputText | Refusal,
-    OneOf(
-        "a part of type input_text, output_text or refusal: only text is served",
-        {
-            **{f"dict[{kind}_text]": InputText for kind in ("input", "output", "reasoning", "summary")},
-            "dict[refusal]": Refusal,
-        },
-    ),
+    by_type("a part of type input_text, output_text or refusal: only text is served", InputText, Refusal),
 ]
-_Parts = Annotated[
-    str | list[_Part],
-    OneOf(
-        "a string or a list of parts",
-        {"str": str, "list": Annotated[list[_Part], FailFast(), Field(max_length=MAX_PARTS)]},
-    ),
-]
+_Parts = Annotated[str | list[_Part], text_or("a string or a list of parts", _Part, MAX_PARTS)]
 
 
 class MessageItem(Body):
@@ -98,15 +85,9 @@ class ReasoningItem(Body):
 
 _Item = Annotated[
     MessageItem | CallItem | CallOutputItem | ReasoningItem,
-    OneOf(
+    by_type(
         "an item of type message, function_call, function_call_output or reasoning",
-        {
-            "dict[None]": MessageItem,
-            "dict[message]": MessageItem,
-            "dict[function_call]": CallItem,
-            "dict[function_call_output]": CallOutputItem,
-            "dict[reasoning]": ReasoningItem,
-        },
+        *(MessageItem, CallItem, CallOutputItem, ReasoningItem),
     ),
 ]
 
@@ -174,13 +155,9 @@ class ResponsesBody(Body):
     """A conversation, to be continued by the assistant."""
 
     model: str | None = about("The served one.", None, max_length=1024)
-    input: Annotated[
-        str | list[_Item],
-        OneOf(
-            "a string or a list of items",
-            {"str": str, "list": Annotated[list[_Item], FailFast(), Field(max_length=MAX_MESSAGES)]},
-        ),
-    ] = about("What the user says, or the conversation.")
+    input: Annotated[str | list[_Item], text_or("a string or a list of items", _Item, MAX_MESSAGES)] = about(
+        "What the user says, or the conversation."
+    )
     instructions: str | None = about("A system message before the conversation.", None)
     tools: Annotated[list[ResponsesTool] | None, FailFast()] = about(
         "May be called.", None, max_length=MAX_TOOLS
@@ -302,7 +279,7 @@ def responses_routes(desk: Desk) -> APIRouter:
     """The route, behind a QueueGate."""
     router = new_routes("OpenAI", prefix="/v1")
 
-    @router.post("/responses", response_model=None, responses=NAMED_EVENTS)
+    @router.post("/responses", responses=NAMED_EVENTS)
     async def responses(request: Request, body: ResponsesBody, admission: AdmissionOfRequest) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
         chat = chat_body(body.chat())

@@ -17,8 +17,8 @@ from router.api.openapi import new_routes
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.api_keys import AdminGuard
 from router.http.body import Body, OneOf, Refused, about
-from router.http.limits import HttpLimits
-from router.http.responses import json_response, while_connected
+from router.http.config import HttpLimits
+from router.http.responses import answers, json_response, while_connected
 from router.nodes.fleet_answers import (
     Detokenized,
     Flushed,
@@ -102,14 +102,16 @@ def health_routes(
     """The routes for probes."""
     router = new_routes("State")
 
-    @router.get("/health", responses={503: {"model": Health, "description": "Nothing can be served."}})
-    async def health(response: Response) -> Health:
-        """The state of each fleet, without asking it; 503 when nothing can be served."""
-        response.status_code = 200 if status.can_serve else 503
-        return status.describe()
+    described = answers(Health)
+    unable = {**described[200], "description": "Nothing can be served."}
 
-    @router.get("/health_generate")
-    async def health_generate(request: Request) -> Health:
+    @router.get("/health", responses={**described, 503: unable})
+    async def health() -> Response:
+        """The state of each fleet, without asking it; 503 when nothing can be served."""
+        return json_response(status.describe(), 200 if status.can_serve else 503)
+
+    @router.get("/health_generate", responses=described)
+    async def health_generate(request: Request) -> Response:
         """Generate two tokens, through both fleets where there are two."""
         started = time.monotonic()
         if membership.expects(Role.PREFILL) and not membership.live(Role.PREFILL):
@@ -124,7 +126,7 @@ def health_routes(
                 raise RequestError(f"no answer within {_PROBE_TIMEOUT_S:g} s", status=503) from None
 
         await while_connected(request.receive, run())
-        return replace(status.describe(), generated_in_s=time.monotonic() - started)
+        return json_response(replace(status.describe(), generated_in_s=time.monotonic() - started))
 
     return router
 
@@ -140,12 +142,12 @@ def info_routes(
     """The routes for facts about model, nodes and load, and for tokenizing. `flags` are the router's."""
     router = new_routes("State")
 
-    @router.get("/get_model_info")
-    @router.get("/model_info")
-    async def model_info() -> ModelInfo:
+    @router.get("/get_model_info", responses=answers(ModelInfo))
+    @router.get("/model_info", responses=answers(ModelInfo))
+    async def model_info() -> Response:
         """The model."""
         served = model.get()
-        return ModelInfo(
+        info = ModelInfo(
             model_path=served.model,
             tokenizer_path=str(served.path),
             weight_version=WEIGHT_VERSION,
@@ -155,9 +157,10 @@ def info_routes(
             max_model_len=status.context_length(),
             has_chat_template=served.chat_template is not None,
         )
+        return json_response(info)
 
-    @router.get("/get_server_info", response_model=ServerInfo)
-    @router.get("/server_info", response_model=ServerInfo)
+    @router.get("/get_server_info", responses=answers(ServerInfo))
+    @router.get("/server_info", responses=answers(ServerInfo))
     async def server_info() -> Response:
         """Sizes, flags and the load of every node, asked for now."""
         await membership.refresh()
@@ -170,30 +173,31 @@ def info_routes(
         return MetricsText(metrics.export())
 
     @router.post("/v1/tokenize", include_in_schema=False)
-    @router.post("/tokenize", tags=["SGLang"])
-    async def tokenize(request: Request, body: TokenizeBody) -> Tokenized:
+    @router.post("/tokenize", tags=["SGLang"], responses=answers(Tokenized))
+    async def tokenize(request: Request, body: TokenizeBody) -> Response:
         """Text to token ids, as a prompt would be."""
         prompts = Prompts("prompt", body.prompt)
         prompts.check(model.get(), limits)
         encoding = prompts.encode(model.get(), limits, add_special_tokens=body.add_special_tokens)
         ids = [*await while_connected(request.receive, encoding)]
         many = prompts.is_list
-        return Tokenized(
+        tokenized = Tokenized(
             tokens=ids if many else ids[0],
             count=[len(row) for row in ids] if many else len(ids[0]),
             max_model_len=status.context_length(),
         )
+        return json_response(tokenized)
 
     @router.post("/v1/detokenize", include_in_schema=False)
-    @router.post("/detokenize", tags=["SGLang"])
-    async def detokenize(request: Request, body: DetokenizeBody) -> Detokenized:
+    @router.post("/detokenize", tags=["SGLang"], responses=answers(Detokenized))
+    async def detokenize(request: Request, body: DetokenizeBody) -> Response:
         """Token ids to text."""
         served = model.get()
         given = Prompts("tokens", body.tokens)
         given.check(served, limits)
         decoding = served.tokenizer.decode(given.ids, skip_special_tokens=body.skip_special_tokens)
         texts = await while_connected(request.receive, decoding)
-        return Detokenized(text=texts if given.is_list else texts[0])
+        return json_response(Detokenized(text=texts if given.is_list else texts[0]))
 
     return router
 
@@ -206,23 +210,23 @@ def control_routes(
     """The routes that act on a running service."""
     router = new_routes("Operation")
 
-    @router.get("/flush_cache", dependencies=[Depends(admin_only)])
-    @router.post("/flush_cache", dependencies=[Depends(admin_only)])
-    async def flush_cache(request: Request, timeout: FlushTimeout = 0.0) -> Flushed:
+    @router.get("/flush_cache", responses=answers(Flushed), dependencies=[Depends(admin_only)])
+    @router.post("/flush_cache", responses=answers(Flushed), dependencies=[Depends(admin_only)])
+    async def flush_cache(request: Request, timeout: FlushTimeout = 0.0) -> Response:
         """Empty every RadixCache, once nothing runs; `timeout` says how many seconds that may take."""
-        return await while_connected(request.receive, _flush(membership, timeout))
+        return json_response(await while_connected(request.receive, _flush(membership, timeout)))
 
-    @router.post("/abort_request")
-    async def abort_request(request: Request, body: AbortBody) -> RequestsAborted:
+    @router.post("/abort_request", responses=answers(RequestsAborted))
+    async def abort_request(request: Request, body: AbortBody) -> Response:
         """End a request by its rid, or all, at every router; each answers with what it has, finished by `abort`."""
         if not body.rid and not body.abort_all:
             raise RequestError("give rid, or abort_all: true", param="rid")
         if body.abort_all:
             await admin_only(request)
-        return abort(None if body.abort_all else body.rid)
+        return json_response(abort(None if body.abort_all else body.rid))
 
-    @router.post("/start_profile", dependencies=[Depends(admin_only)])
-    async def start_profile(body: StartProfileBody | None = None) -> Traces:
+    @router.post("/start_profile", responses=answers(Traces), dependencies=[Depends(admin_only)])
+    async def start_profile(body: StartProfileBody | None = None) -> Response:
         """Trace every live node for `num_steps` steps, or until /stop_profile."""
         asked = body or StartProfileBody()
 
@@ -231,8 +235,8 @@ def control_routes(
 
         return _traces(await membership.call(message, _START_TIMEOUT_S))
 
-    @router.post("/stop_profile", dependencies=[Depends(admin_only)])
-    async def stop_profile() -> Traces:
+    @router.post("/stop_profile", responses=answers(Traces), dependencies=[Depends(admin_only)])
+    async def stop_profile() -> Response:
         """Write the traces."""
         return _traces(await membership.call(StopProfile, _STOP_TIMEOUT_S))
 
@@ -259,12 +263,12 @@ def _probe(model: ServedModel) -> Prompt:
     return Prompt(rid=f"health-{secrets.token_hex(8)}", work=Work(ids, params), split=True)
 
 
-def _traces(answers: dict[str, Answered]) -> Traces:
-    if not answers:
+def _traces(answered: dict[str, Answered]) -> Response:
+    if not answered:
         raise RequestError("there is no live node to profile", status=503, code="no_node")
-    refused = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if not answer.ok}
-    traces = {node_id: answer.detail for node_id, answer in sorted(answers.items()) if answer.ok}
+    refused = {node_id: answer.detail for node_id, answer in sorted(answered.items()) if not answer.ok}
+    traces = {node_id: answer.detail for node_id, answer in sorted(answered.items()) if answer.ok}
     if refused:
         others = f"; done on {', '.join(traces)}" if traces else ""
         raise RequestError("; ".join(f"{node_id}: {why}" for node_id, why in refused.items()) + others)
-    return Traces(traces=traces)
+    return json_response(Traces(traces=traces))

@@ -17,7 +17,7 @@ from random import Random
 
 import msgspec
 
-from router.dispatch.fleet_view import Fleet, FleetView
+from router.dispatch.fleet_view import Fleet, FleetView, WaitingQueue, retry_after_s
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
 from router.dispatch.node import Loss, Node, Numerics, believed
@@ -33,7 +33,6 @@ from router.dispatch.running_req import (
     why_wrong,
 )
 from router.dispatch.stages import measure_start
-from router.dispatch.waiting_queue import WaitingQueue, retry_after_s
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
@@ -253,7 +252,7 @@ class Dispatcher:
             elif req in self._suspicion.trials and req.failover.is_past_crashes(len(req.output_ids)):
                 req.failover.crashed.clear()
                 self._suspicion.trials.pop(req, None)
-        self._metrics.generated(num_generated)
+        self._metrics.count("sglang:generation_tokens", num_generated)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
         """End a sequence that `node` has refused, or send it to other nodes, since `node` could not go on with it.
@@ -398,20 +397,19 @@ class Dispatcher:
     def _refuse_late(self, route: Route) -> None:
         """Raise RequestError if the first token would come too late, and would come sooner without other requests.
 
-        The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
-        of both waits counts.
+        While the decode node is full, the request waits for its turn, at the rate at which first tokens come, as the
+        prefill node goes on with earlier prompts: the longer of both waits counts.
         """
         limit_s, first_token = self._ttft_limit_s, route.first_token
         if limit_s is None or first_token is None:
             return
         wait_s = first_token.wait_s
-        if route.decode is not None:
-            place_s = self._view.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
-            wait_s = max(wait_s, place_s)
+        if route.decode is not None and self._view.is_full(route.decode, route.num_pages):
+            wait_s = max(wait_s, self.queue.wait_s(len(self.queue)))
         seconds = wait_s + first_token.compute_s
         if seconds <= limit_s or not wait_s:
             return
-        self._metrics.refused_late()
+        self._metrics.rejected(late=True)
         raise RequestError(
             f"the first token would take about {seconds:.1f} s, {wait_s:.1f} s of it behind other requests; "
             f"more than {limit_s:g} s are refused (--ttft-limit-s); try again later",
@@ -551,7 +549,7 @@ class Dispatcher:
         failover.since = failover.cause = None
         if req.numerics is not None and not route.continues(req.numerics):
             event("inexact_continuation", **req.fields, numerics=req.numerics, now=route.numerics)
-            self._metrics.continued_inexactly()
+            self._metrics.count("baton:num_inexact_continuations")
         self._send(req, work, route)
 
     def _next_route(self, req: RunningReq, work: Work) -> Route | None:
@@ -585,7 +583,7 @@ class Dispatcher:
             return
         num_crashes = len(req.failover.crashed)
         event("request_convicted", **req.fields, node=node.ref.incarnation, crashes=num_crashes)
-        self._metrics.convicted()
+        self._metrics.count("baton:num_poison_requests")
         message = (
             f"{num_crashes} nodes crashed while they worked on this request, the last on nothing else; "
             "it is not tried again"
@@ -621,7 +619,7 @@ class Dispatcher:
             if node is not req.attempt.finished_by:
                 node.send(message)
         if req.attempt.nodes:
-            self._view.ended(req.attempt, goes_on=not req.ended)
+            self._view.ended(req.attempt)
         req.attempt.holders = []
 
 

@@ -36,6 +36,27 @@ _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5,
 F = TypeVar("F", Counter, Gauge, Histogram)
 
 
+COUNTERS = {
+    "sglang:prompt_tokens": "Prompt tokens of ended requests.",
+    "sglang:generation_tokens": "Tokens sent to clients.",
+    "sglang:cached_tokens": "Prompt tokens that were cached.",
+    "sglang:num_requests": "Sequences started.",
+    "sglang:num_aborted_requests": "Sequences aborted or abandoned.",
+    "baton:num_failed_requests": "Sequences that nodes could not finish.",
+    "baton:num_moves": "Sequences that moved to another decode node.",
+    "baton:num_failed_moves": "Moves that ended with the sequence where it was.",
+    "baton:num_inexact_continuations": (
+        "Attempts behind output, on nodes of other numerics, or on nodes that are not exact."
+    ),
+    "baton:num_poison_requests": "Sequences ended because nodes crashed under them.",
+    "baton:num_rejected_requests": "HTTP requests refused with a 429, since the queue was full.",
+    "baton:num_late_requests": (
+        "HTTP requests refused with a 429, since their first token would have come after --ttft-limit-s."
+    ),
+}
+"""Those without labels of their own."""
+
+
 class Metrics:
     """The metrics of one router, in a registry of their own, since tests have two routers in one process.
 
@@ -50,35 +71,12 @@ class Metrics:
         self._model_name = model_name
         self._children: dict[Counter | Gauge | Histogram, Counter | Gauge | Histogram] = {}
         self._families: list[Counter | Histogram] = []
-        self._prompt_tokens = self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.")
-        self._generation_tokens = self._counter("sglang:generation_tokens", "Tokens sent to clients.")
-        self._cached_tokens = self._counter("sglang:cached_tokens", "Prompt tokens that were cached.")
-        self._requests = self._counter("sglang:num_requests", "Sequences started.")
-        self._aborted = self._counter("sglang:num_aborted_requests", "Sequences aborted or abandoned.")
-        self._failed = self._counter("baton:num_failed_requests", "Sequences that nodes could not finish.")
+        self._counters = {name: self._counter(name, description) for name, description in COUNTERS.items()}
         self._failovers = Counter(
             "baton:num_failovers",
             "Attempts that were sent since a node had failed, or was lost or drained.",
             ("model_name", "role", "cause"),
             registry=self._registry,
-        )
-        self._moves = self._counter("baton:num_moves", "Sequences that moved to another decode node.")
-        self._failed_moves = self._counter(
-            "baton:num_failed_moves", "Moves that ended with the sequence where it was."
-        )
-        self._inexact = self._counter(
-            "baton:num_inexact_continuations",
-            "Attempts behind output, on nodes of other numerics, or on nodes that are not exact.",
-        )
-        self._convicted = self._counter(
-            "baton:num_poison_requests", "Sequences ended because nodes crashed under them."
-        )
-        self._rejected = self._counter(
-            "baton:num_rejected_requests", "HTTP requests refused with a 429, since the queue was full."
-        )
-        self._refused_late = self._counter(
-            "baton:num_late_requests",
-            "HTTP requests refused with a 429, since their first token would have come after --ttft-limit-s.",
         )
         self._slow_starts = Counter(
             "baton:num_slow_starts",
@@ -124,14 +122,13 @@ class Metrics:
         gauge = Gauge(name, description, ("model_name", "role"), registry=self._registry)
         self._own_gauges.append((gauge, value))
 
-    def rejected(self) -> None:
-        """Count an HTTP request that was refused because the queue was full."""
-        self._own(self._rejected).inc()
-        self.num_rejected += 1
+    def count(self, name: str, by: int = 1) -> None:
+        """Add to one of COUNTERS."""
+        self._own(self._counters[name]).inc(by)
 
-    def refused_late(self) -> None:
-        """Count an HTTP request that was refused because its first token would have come too late."""
-        self._own(self._refused_late).inc()
+    def rejected(self, *, late: bool = False) -> None:
+        """Count an HTTP request that was refused since the queue was full, or its first token would come too late."""
+        self.count("baton:num_late_requests" if late else "baton:num_rejected_requests")
         self.num_rejected += 1
 
     def roll(self) -> None:
@@ -142,18 +139,6 @@ class Metrics:
     def failed_over(self, cause: Cause) -> None:
         """Count a sequence that is sent to other nodes."""
         self._failovers.labels(self._model_name(), "router", cause.value).inc()
-
-    def move_ended(self, *, done: bool) -> None:
-        """Count a move that has ended: `done`, or with the sequence still where it was."""
-        self._own(self._moves if done else self._failed_moves).inc()
-
-    def continued_inexactly(self) -> None:
-        """Count an attempt whose output may differ from that of an undisturbed run."""
-        self._own(self._inexact).inc()
-
-    def convicted(self) -> None:
-        """Count a sequence that was ended since it crashed its nodes."""
-        self._own(self._convicted).inc()
 
     def export(self) -> bytes:
         """All metrics in Prometheus' text format. A counter that has counted nothing is there with a zero."""
@@ -170,7 +155,7 @@ class Metrics:
 
     def started(self, req: RunningReq) -> None:
         """Count a sequence that was sent to its nodes, or aborted before."""
-        self._own(self._requests).inc()
+        self.count("sglang:num_requests")
         self.num_reqs += 1
 
     def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
@@ -186,22 +171,20 @@ class Metrics:
             self._itl.observe(itl_s, num_new)
             self.itl.observe(itl_s, num_new)
 
-    def generated(self, num_tokens: int) -> None:
-        """Count the new tokens of all sequences in one step of a node."""
-        self._own(self._generation_tokens).inc(num_tokens)
-
     def ended(self, req: RunningReq) -> None:
         """Count a sequence that has ended, with its latencies."""
         assert req.ended_at is not None
         if isinstance(req.finish, Aborted) or (req.error is not None and req.error.status == 499):
-            self._own(self._aborted).inc()
+            self.count("sglang:num_aborted_requests")
         elif req.error is not None and (
             req.error.status >= 500 or req.error.status == HTTPStatus.REQUEST_TIMEOUT
         ):
-            self._own(self._failed).inc()  # other errors are the request's own, such as a wrong grammar
+            self.count(
+                "baton:num_failed_requests"
+            )  # other errors are the request's own, such as a wrong grammar
         self._own(self._e2e).observe(req.ended_at - req.started_at)
-        self._own(self._prompt_tokens).inc(req.prompt_len)
-        self._own(self._cached_tokens).inc(req.cached_tokens)
+        self.count("sglang:prompt_tokens", req.prompt_len)
+        self.count("sglang:cached_tokens", req.cached_tokens)
         if req.start is not None and req.start.slow_because is not None:
             self._slow_starts.labels(self._model_name(), "router", req.start.slow_because.value).inc()
         for part in stages_of(req):

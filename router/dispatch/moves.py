@@ -94,8 +94,8 @@ class Moves:
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
-        self._view.ended(moving, goes_on=True)
-        self._metrics.move_ended(done=False)
+        self._view.ended(moving)
+        self._metrics.count("baton:num_failed_moves")
 
     def _switch(self, req: RunningReq, *, awaited: int) -> None:
         """Make the move the latest attempt. Tokens of the source at positions before `awaited` may still come."""
@@ -103,9 +103,9 @@ class Moves:
         assert moving is not None
         for node in source.holders:
             node.send(Cancel(source.key))
-        self._view.ended(source, goes_on=True)
+        self._view.ended(source)
         source.holders = []
         req.attempts.append(moving)
         req.moving, req.left, req.left_until = None, source, awaited
         req.failed_moves.clear()
-        self._metrics.move_ended(done=True)
+        self._metrics.count("baton:num_moves")

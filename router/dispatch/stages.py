@@ -35,8 +35,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from msgspec import Meta
+
+from router.http.answer import Answer
 from shared.protocol.messages import ReqKey, ReqReport, Role, Stamp
 from shared.timeline import ReqStage
 
@@ -141,43 +144,37 @@ class StartStage(StrEnum):
     TRANSFER = "transfer"
 
 
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """How long one stage took, and what it should cost; None: no rate of the node is known."""
+class StageTime(Answer, frozen=True):
+    """How long one stage of a start took. Times of one stage are by the clock of one machine."""
 
     stage: StartStage
-    nodes: tuple[Node, ...]
+    node: Annotated[str, Meta(description="Its id, two for a transfer; empty for a stage of the router.")]
     seconds: float
-    expected_s: float | None = 0.0
+    expected_s: Annotated[
+        float | None, Meta(description="What it should cost; null while no rate of the node is known.")
+    ] = 0.0
 
     @property
     def excess_s(self) -> float:
         """Seconds beyond what it should cost; 0 when that is unknown."""
         return 0.0 if self.expected_s is None else max(0.0, self.seconds - self.expected_s)
 
-    @property
-    def node_names(self) -> str:
-        """The ids of its nodes, `prefill-0 to decode-0` for a transfer; empty for a stage of the router."""
-        return " to ".join(node.ref.node_id for node in self.nodes)
 
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The time to the first token, by stage. The transfer, which delays the second one, is behind it."""
+class Start(Answer, kw_only=True, frozen=True):
+    """What the time to the first token went to; `transfer` is the wait for the second token."""
 
     ttft_s: float
-    stages: tuple[StageTime, ...]
+    slow_because: Annotated[
+        StartStage | None,
+        Meta(description="The stage longest beyond what it should cost; null if none was slow."),
+    ]
+    stages: list[StageTime]
 
-    @property
-    def worst(self) -> StageTime | None:
-        """Of the stages that were slow, the one with the largest excess; None if no stage was."""
-        slow = [s for s in self.stages if s.excess_s >= max(MIN_EXCESS_S, MIN_EXCESS_SHARE * s.seconds)]
-        return max(slow, key=lambda stage: stage.excess_s, default=None)
 
-    @property
-    def slow_because(self) -> StartStage | None:
-        """The stage of `worst`; None for a start that was not slow."""
-        return self.worst.stage if self.worst is not None else None
+def worst_of(stages: Sequence[StageTime]) -> StageTime | None:
+    """Of the stages that were slow, the one with the largest excess; None if no stage was."""
+    slow = [s for s in stages if s.excess_s >= max(MIN_EXCESS_S, MIN_EXCESS_SHARE * s.seconds)]
+    return max(slow, key=lambda stage: stage.excess_s, default=None)
 
 
 def measure_start(req: RunningReq) -> Start | None:
@@ -186,7 +183,7 @@ def measure_start(req: RunningReq) -> Start | None:
     by = min((p for p in parts if ReqStage.PREFILLING in p.first_stays), key=_in_order, default=None)
     if by is None or req.first_token_at is None:
         return None
-    attempt, node = by.attempt, by.node
+    attempt, node, name = by.attempt, by.node, by.node.ref.node_id
     decode = next((n for n in attempt.nodes if n.role is Role.DECODE and n is not node), None)
     queued_s, prefill_s = by.first_stays.get(ReqStage.QUEUED, 0.0), by.first_stays[ReqStage.PREFILLING]
     reserved_s = transfer_s = 0.0
@@ -208,23 +205,27 @@ def measure_start(req: RunningReq) -> Start | None:
     num_computed = max(0, req.prompt_len - req.cached_tokens)
     num_fetched = report.num_fetched_tokens
     stages = [
-        StageTime(StartStage.DISPATCH, (), req.waited_s),
-        StageTime(StartStage.FAILOVER, (), sent_after_s),
+        StageTime(StartStage.DISPATCH, "", req.waited_s),
+        StageTime(StartStage.FAILOVER, "", sent_after_s),
     ]
     if decode is not None:
-        stages.append(StageTime(StartStage.RESERVATION, (decode,), reserved_s + ahead_in_queue_s - ahead_s))
+        stages.append(
+            StageTime(StartStage.RESERVATION, decode.ref.node_id, reserved_s + ahead_in_queue_s - ahead_s)
+        )
     if fetch_s:
         in_place_of_s = _prefill_s(node, num_fetched) if num_fetched else 0.0
-        stages.append(StageTime(StartStage.FETCH, (node,), fetch_s, in_place_of_s))
+        stages.append(StageTime(StartStage.FETCH, name, fetch_s, in_place_of_s))
     stages += [
-        StageTime(StartStage.QUEUE, (node,), waited_s - fetch_s),
-        StageTime(StartStage.PREFILL, (node,), prefill_s + ahead_s, _prefill_s(node, num_computed)),
-        StageTime(StartStage.DELIVERY, (node,), max(0.0, told_after_s - queued_s - prefill_s)),
+        StageTime(StartStage.QUEUE, name, waited_s - fetch_s),
+        StageTime(StartStage.PREFILL, name, prefill_s + ahead_s, _prefill_s(node, num_computed)),
+        StageTime(StartStage.DELIVERY, name, max(0.0, told_after_s - queued_s - prefill_s)),
     ]
     if decode is not None:
         expected_s = _transfer_s(decode, req.kv_bytes_transferred)
-        stages.append(StageTime(StartStage.TRANSFER, (node, decode), transfer_s, expected_s))
-    return Start(req.waited_s + req.first_token_at - req.started_at, tuple(stages))
+        between = f"{name} to {decode.ref.node_id}"
+        stages.append(StageTime(StartStage.TRANSFER, between, transfer_s, expected_s))
+    worst, ttft_s = worst_of(stages), req.waited_s + req.first_token_at - req.started_at
+    return Start(ttft_s=ttft_s, slow_because=worst.stage if worst is not None else None, stages=stages)
 
 
 def _prefill_s(node: Node, num_tokens: int) -> float | None:

@@ -13,12 +13,12 @@ import itertools
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, get_args
 
 import msgspec
 import pydantic
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -28,8 +28,6 @@ from starlette.responses import Response
 
 from router.http.wording import cut, shown, wrong
 from shared.errors import RequestError
-
-T = TypeVar("T")
 
 BRANCH = "~"
 """The prefix of a union's tags, which tells them from fields in the location of an error."""
@@ -63,17 +61,6 @@ class Body(BaseModel):
 def about(description: str, default: object = ..., **bounds: Any) -> Any:
     """pydantic's Field, with a description for the OpenAPI document."""
     return Field(default, description=description, **bounds)
-
-
-def must(expected: str, holds: Callable[[Any], bool]) -> AfterValidator:
-    """A bound that types do not have: the value must satisfy `holds`; errors say `expected`."""
-
-    def check(value: T) -> T:
-        if not holds(value):
-            raise PydanticCustomError("expected", "{phrase}", {"phrase": expected})
-        return value
-
-    return AfterValidator(check)
 
 
 class FailFast(pydantic.FailFast):
@@ -115,6 +102,22 @@ class OneOf:
         if not value:
             return self._empty_list
         return f"list[{'list' if value[0] is None else type(value[0]).__name__}]"
+
+
+def text_or(phrase: str, item: Any, most: int) -> OneOf:
+    """A string, or a list of at most so many items."""
+    of_items: Any = list
+    return OneOf(phrase, {"str": str, "list": Annotated[of_items[item], FailFast(), Field(max_length=most)]})
+
+
+def by_type(phrase: str, *kinds: type[Body]) -> OneOf:
+    """An object of one of these kinds, as its `type` says, which may be left out where it has a default."""
+    branches: dict[str, type[Body]] = {}
+    for kind in kinds:
+        field = kind.model_fields["type"]
+        names = [*get_args(field.annotation), *([] if field.is_required() else [None])]
+        branches |= {f"dict[{name}]": kind for name in names}
+    return OneOf(phrase, branches)
 
 
 def one_or_more(phrase: str, kind: str, item: Any, most: int | None = None) -> OneOf:

@@ -9,11 +9,11 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from msgspec import Meta
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from router.http.answer import Answer
-from router.http.body import about
 from shared.errors import RequestError
 from shared.log import crash
 
@@ -23,6 +23,8 @@ _EVENT_STREAM = (
     "Server-sent events; the schema is that of one event. The last one's data is [DONE]; a failure in mid-stream is "
     "an ErrorAnswer before it."
 )
+TYPES = "x-types"
+"""The key of the schemas of all types in the description of a response."""
 ANTHROPIC_PATH = "/v1/messages"
 ERROR = "request_error"
 """The key of a request's error in the state of its scope."""
@@ -44,10 +46,10 @@ _ERROR_TYPES = {
 class ErrorDetail(Answer, kw_only=True, frozen=True):
     """The parts of an error."""
 
-    message: Annotated[str, about("Names field, value and bound.")]
-    type: Annotated[str, about("The kind of error, such as invalid_request_error.")]
-    code: Annotated[str | None, about("The name of what is wrong, where it has one.")]
-    param: Annotated[str | None, about("The field at fault, where it is one.")]
+    message: Annotated[str, Meta(description="Names field, value and bound.")]
+    type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error.")]
+    code: Annotated[str | None, Meta(description="The name of what is wrong, where it has one.")]
+    param: Annotated[str | None, Meta(description="The field at fault, where it is one.")]
 
 
 class ErrorAnswer(Answer, kw_only=True, frozen=True):
@@ -151,17 +153,28 @@ async def stream_response(
     return EventStream(first, events, form)
 
 
-def event_stream(event: Any) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that can answer with events of this type (`openapi.py` adds the type itself)."""
-    kinds = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (event, ErrorAnswer)]
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
-    schema = {
-        "type": "object",
-        "description": _EVENT_STREAM,
-        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
-        "required": ["data"],
-    }
-    return {200: {"content": {EventStream.media_type: {"schema": schema}}}}
+def answers(kind: Any = None, *, event: Any = None) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that answers with JSON of the type `kind`, with events of the type `event`, or both.
+
+    A schema refers to the types that it is made of. They are under TYPES, from where `openapi.py` moves them.
+    """
+    kinds = [*filter(None, (kind, event)), ErrorAnswer]
+    schemas, types = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    content = {"application/json": {"schema": schemas[0]}} if kind is not None else {}
+    if event is not None:
+        data = {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"anyOf": schemas[-2:]},
+        }
+        schema = {
+            "type": "object",
+            "description": _EVENT_STREAM,
+            "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+            "required": ["data"],
+        }
+        content[EventStream.media_type] = {"schema": schema}
+    return {200: {"content": content, TYPES: types}}
 
 
 class EventStream(Response):

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
-import msgspec
-from msgspec import UNSET, Struct, UnsetType
-from pydantic import Field, WithJsonSchema
+from msgspec import UNSET, Meta, UnsetType
 
 from router.http.answer import Answer
 from router.nodes.member import MemberState
-from shared.protocol.messages import Load, NodeLimits, Role
+from shared.protocol.messages import Role
 
-NumTokens = Annotated[int, Field(description="Tokens.")]
-
-
-def _fields_of(record: type[Struct], **first: type) -> WithJsonSchema:
-    """Describes a dict with the fields of a protocol record (an array on the wire), behind the `first`."""
-    types = {**first, **{f.name: f.type for f in msgspec.structs.fields(record)}}
-    return WithJsonSchema(_object_of(types))
+NumTokens = Annotated[int, Meta(description="Tokens.")]
 
 
-def _object_of(types: dict[str, Any]) -> dict[str, Any]:
-    properties = {name: _schema_of(kind) for name, kind in types.items()}
-    return {"type": "object", "properties": properties, "required": [*types], "additionalProperties": False}
-
-
-def _schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a field's type. Structs are described in place, since a reference would have no target."""
-    item = next(iter(get_args(kind)), None)
-    if isinstance(item, type) and issubclass(item, Struct):
-        return {"type": "array", "items": _object_of({f.name: f.type for f in msgspec.structs.fields(item)})}
-    return msgspec.json.schema(kind)
-
-
-LoadFields = Annotated[dict[str, Any], _fields_of(Load)]
-InternalState = Annotated[dict[str, Any], _fields_of(Load, node_id=str, role=str)]
-LimitFields = Annotated[dict[str, Any], _fields_of(NodeLimits)]
-State = Annotated[str, WithJsonSchema({"type": "string", "enum": [*map(str, MemberState), "loading"]})]
+Fields = Annotated[dict[str, Any], Meta(description="As nodes tell them: see shared/protocol/messages.py.")]
+State = Annotated[str, Meta(extra_json_schema={"enum": [*map(str, MemberState), "loading"]})]
 Status = Annotated[
-    str, WithJsonSchema({"type": "string", "enum": ["ok", "degraded", "starting", "unavailable", "stopping"]})
+    str, Meta(extra_json_schema={"enum": ["ok", "degraded", "starting", "unavailable", "stopping"]})
 ]
 
 
 class FleetMember(Answer, kw_only=True, frozen=True):
     """The state of a node at this router; `what` a node loads, and the `fraction` that is loaded."""
 
-    node_id: Annotated[str | None, Field(description="Null until the node has answered.")]
+    node_id: Annotated[str | None, Meta(description="Null until the node has answered.")]
     state: State
     address: str | UnsetType = UNSET
     reason: str | UnsetType = UNSET
@@ -62,8 +39,8 @@ class FleetNode(FleetMember, kw_only=True, frozen=True):
     """A node with its load, once it has told that."""
 
     role: Role
-    pinned: Annotated[bool, Field(description="Named by the operator, and so never forgotten.")]
-    load: LoadFields | UnsetType = UNSET
+    pinned: Annotated[bool, Meta(description="Named by the operator, and so never forgotten.")]
+    load: Fields | UnsetType = UNSET
 
 
 class Fleet(Answer, kw_only=True, frozen=True):
@@ -72,18 +49,11 @@ class Fleet(Answer, kw_only=True, frozen=True):
     nodes: list[FleetNode]
 
 
-class NodeAdded(Answer, kw_only=True, frozen=True):
-    """The node that was added."""
+class NodeReady(Answer, kw_only=True, frozen=True):
+    """The node that was added, or that has changed its role."""
 
     node: FleetNode
-    success: Literal[True] = True
-
-
-class RoleChanged(Answer, kw_only=True, frozen=True):
-    """The node in its role, ready for requests."""
-
-    node: FleetNode
-    success: Literal[True] = True
+    success: bool = True
 
 
 class NodeRemoved(Answer, kw_only=True, frozen=True):
@@ -92,20 +62,20 @@ class NodeRemoved(Answer, kw_only=True, frozen=True):
     node_id: str | None
     address: str
     num_failed_over: Annotated[
-        int, Field(description="Sequences that were sent to other nodes when the time was up.")
+        int, Meta(description="Sequences that were sent to other nodes when the time was up.")
     ]
-    success: Literal[True] = True
+    success: bool = True
 
 
 class Health(Answer, kw_only=True, frozen=True):
     """The state of each fleet."""
 
     status: Status
-    model: Annotated[str, Field(description="Its name; empty before it is known.")]
+    model: Annotated[str, Meta(description="Its name; empty before it is known.")]
     prefill: list[FleetMember]
     decode: list[FleetMember]
-    reason: Annotated[str | UnsetType, Field(description="Why it is not ok.")] = UNSET
-    generated_in_s: Annotated[float | UnsetType, Field(description="Of /health_generate.")] = UNSET
+    reason: Annotated[str | UnsetType, Meta(description="Why it is not ok.")] = UNSET
+    generated_in_s: Annotated[float | UnsetType, Meta(description="Of /health_generate.")] = UNSET
 
 
 class ModelInfo(Answer, kw_only=True, frozen=True):
@@ -117,22 +87,18 @@ class ModelInfo(Answer, kw_only=True, frozen=True):
     vocab_size: int
     weight_version: str
     context_length: Annotated[
-        int, Field(description="Tokens of prompt and output that every decode node takes.")
+        int, Meta(description="Tokens of prompt and output that every decode node takes.")
     ]
-    max_model_len: Annotated[int, Field(description="The same.")]
+    max_model_len: Annotated[int, Meta(description="The same.")]
     has_chat_template: bool
-    is_generation: Literal[True] = True
+    is_generation: bool = True
 
 
-class NodeInfo(Answer, kw_only=True, frozen=True):
+class NodeInfo(FleetMember, kw_only=True, frozen=True):
     """A connected node, as it was started."""
 
-    node_id: str
     role: Role
-    state: State
-    incarnation: str
-    address: str
-    limits: LimitFields
+    limits: Fields
     flags: dict[str, str | int | float | bool | None]
 
 
@@ -145,20 +111,18 @@ class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False)
     served_model_name: str
     context_length: NumTokens
     max_model_len: NumTokens
-    page_size: Annotated[int | None, Field(description="Tokens in a page; null while no node is connected.")]
+    page_size: Annotated[int | None, Meta(description="Tokens in a page; null while no node is connected.")]
     dtype: str | None
     quantization: Annotated[
         str | None,
-        Field(description="Bits of weights and activations, and where they come from; null: not quantized."),
+        Meta(description="Bits of weights and activations, and where they come from; null: not quantized."),
     ]
-    kv_cache_dtype: Annotated[str | None, Field(description="The type of KV pages.")]
-    max_total_num_tokens: Annotated[
-        int, Field(description="Tokens in the smallest KV pool of a decode node.")
-    ]
+    kv_cache_dtype: Annotated[str | None, Meta(description="The type of KV pages.")]
+    max_total_num_tokens: Annotated[int, Meta(description="Tokens in the smallest KV pool of a decode node.")]
     max_running_requests: int
-    tool_call_parser: Annotated[str, Field(description="The family whose calls of tools are read, or none.")]
-    reasoning_parser: Annotated[str, Field(description="think: reasoning is told apart; or none.")]
-    internal_states: list[InternalState]
+    tool_call_parser: Annotated[str, Meta(description="The family whose calls of tools are read, or none.")]
+    reasoning_parser: Annotated[str, Meta(description="think: reasoning is told apart; or none.")]
+    internal_states: list[Fields]
     nodes: list[NodeInfo]
 
 
@@ -181,21 +145,21 @@ class Flushed(Answer, kw_only=True, frozen=True):
 
     message: str
     nodes: list[str]
-    success: Literal[True] = True
+    success: bool = True
 
 
 class RequestsAborted(Answer, kw_only=True, frozen=True):
     """The number of aborted sequences. 0 is no error."""
 
-    aborted: Annotated[int, Field(description="Aborted sequences of the router that answers.")]
+    aborted: Annotated[int, Meta(description="Aborted sequences of the router that answers.")]
     relayed: Annotated[
-        bool, Field(description="False if other routers were not told, because too many aborts came at once.")
+        bool, Meta(description="False if other routers were not told, because too many aborts came at once.")
     ]
-    success: Literal[True] = True
+    success: bool = True
 
 
 class Traces(Answer, kw_only=True, frozen=True):
     """Where each node writes its trace, on its own disk."""
 
     traces: dict[str, str]
-    success: Literal[True] = True
+    success: bool = True

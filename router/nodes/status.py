@@ -75,11 +75,8 @@ class FleetStatus:
             ],
             nodes=[
                 NodeInfo(
-                    node_id=node.ref.node_id,
+                    **describe_member(member),
                     role=node.role,
-                    state=member.state,
-                    incarnation=node.ref.incarnation,
-                    address=node.ref.address,
                     limits=asdict(node.limits),
                     flags=node.hello.flags,
                 )

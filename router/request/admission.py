@@ -23,8 +23,8 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.dispatch.fleet_view import WaitingQueue, retry_after_s
 from router.dispatch.running_req import RunningReq
-from router.dispatch.waiting_queue import WaitingQueue, retry_after_s
 from router.http.api_keys import cache_owner_of
 from router.http.responses import refuse
 from shared.errors import RequestError

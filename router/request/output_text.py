@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated, Literal, cast
 
+from msgspec import Meta
+
 from router.dispatch.running_req import Aborted
 from router.http.answer import Answer
-from router.http.body import about
 from router.http.wording import shown
 from router.request.prompt import AnswerOptions, Prompt
 from router.text.detokenizer import Detokenizer
@@ -35,13 +36,15 @@ from shared.protocol.messages import Finish
 class StopReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="stop"):
     """The sequence ended at the model's own end token, or at a stop string or id of the request."""
 
-    matched: Annotated[int | str | None, about("The token id or the string; null at a grammar's end.")]
+    matched: Annotated[
+        int | str | None, Meta(description="The token id or the string; null at a grammar's end.")
+    ]
 
 
 class LengthReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="length"):
     """The sequence reached `max_new_tokens`, or the context or the KV pool is full."""
 
-    length: Annotated[int, about("Output tokens.")]
+    length: Annotated[int, Meta(description="Output tokens.")]
 
 
 class AbortReason(Answer, kw_only=True, frozen=True, tag_field="type", tag="abort"):
@@ -85,7 +88,7 @@ class StopConditions:
 
 
 async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers) -> list[StopConditions]:
-    """The stops of each prompt. A pattern is compiled once, by `workers` if it is long. Raises RequestError."""
+    """The stops of each prompt. They are compiled once, by `workers` if they are long. Raises RequestError."""
     fields = {pattern: options.stop_regex_field for options in prompts for pattern in options.stop_regex}
     sizes = {pattern: _size(pattern, field) for pattern, field in fields.items()}
     num_chars = sum(sizes.values())
@@ -105,7 +108,8 @@ async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers
                 made[key] = StopConditions(*key, options.stop_regex_field)
         return [made[options.stop, options.stop_regex] for options in prompts]
 
-    return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars, conditions)
+    num_stop_chars = sum(len(stop) for stops in {o.stop for o in prompts} for stop in stops)
+    return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars + num_stop_chars, conditions)
 
 
 def _size(pattern: str, field: str) -> int:

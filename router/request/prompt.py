@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.http.wording import wrong
 from router.request.admission import Admission
 from router.request.fields import MAX_ROUTING_KEY_CHARS

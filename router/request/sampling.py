@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from router.http.body import Body, OneOf, Refused, about, must, one_or_more
-from router.http.limits import MAX_CHOICES, MAX_STOPS, HttpLimits
+from router.http.body import Body, OneOf, Refused, about, one_or_more
+from router.http.config import MAX_CHOICES, MAX_STOPS, HttpLimits
 from router.http.wording import shown, wrong
 from router.request.fields import TokenIds
 from router.request.prompt import AnswerOptions, check_token_ids
@@ -85,9 +85,7 @@ class SamplingBody(Body):
     n: int = about("Answers to each prompt; at most --max-n.", 1, ge=1, le=MAX_CHOICES)
     temperature: float = about("Divides the logits; 0 takes the most likely token.", 1.0, ge=0, le=1e6)
     top_p: float = about("Samples from the likeliest tokens that have this share.", 1.0, gt=0, le=1)
-    top_k: Annotated[int, must("-1 (all tokens) or at least 1", lambda top_k: top_k != 0)] = about(
-        "Samples from this many of the likeliest tokens; -1: all.", -1, ge=-1, le=_ANY_COUNT
-    )
+    top_k: int = about("Samples from this many of the likeliest tokens; -1: all.", -1, ge=-1, le=_ANY_COUNT)
     min_p: float = about("Drops tokens below this share of the likeliest one's.", 0.0, ge=0, le=1)
     frequency_penalty: Penalty = about("Taken off a logit for each time its token was generated.", 0.0)
     presence_penalty: Penalty = about("Taken off a logit once its token was generated.", 0.0)
@@ -158,6 +156,8 @@ def read_sampling(
     if body.min_new_tokens > max_new_tokens:
         name = type(body).model_fields["min_new_tokens"].alias or "min_new_tokens"
         raise wrong(at + name, f"at most the maximum of new tokens, {max_new_tokens}", body.min_new_tokens)
+    if body.top_k == 0:
+        raise wrong(f"{at}top_k", "-1 (all tokens) or at least 1", 0)
     stop_token_ids = body.stop_token_ids or []
     check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
     limits.check("max_n", f"{at}n", body.n)

@@ -12,9 +12,10 @@ import re
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -25,8 +26,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.control_tokens import MARK, ControlTokens
-from router.text.tokenizer import TextWorkers
+from router.text.tokenizer import MARK, ControlTokens
 from shared.errors import ConfigError, ModelError, RequestError
 
 _SEARCHES = re.compile("r?(find|index|partition|split)|(starts|ends)with|replace|remove(prefix|suffix)|count")
@@ -50,22 +50,6 @@ class Limits:
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chat:
-    """The variables of a template. As in transformers, tools and documents that are absent are None."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, object]] | None = None
-    documents: Sequence[Mapping[str, object]] | None = None
-    variables: Mapping[str, object] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    def num_chars(self) -> int:
-        """An estimate of the prompt's length in characters."""
-        return len(msgspec.json.encode((self.messages, self.tools, self.documents)))
 
 
 class ChatTemplate:
@@ -95,26 +79,30 @@ class ChatTemplate:
         except jinja2.TemplateError as e:
             raise ConfigError(f"{origin}: the chat template cannot be compiled: {e}") from e
 
-    async def render(self, chat: Chat, workers: TextWorkers) -> str:
-        """The prompt with MARKs, up to where the model continues. Raises RequestError if the template refuses it."""
-        return await workers.run(chat.num_chars(), lambda: self.render_now(chat))
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt with MARKs, up to where the model continues. Raises RequestError if the template refuses it.
 
-    def render_now(self, chat: Chat) -> str:
-        """Render in the calling thread. `Limits` bounds time and size."""
-        messages = [self._with_known_role(message) for message in chat.messages]
-        if chat.continue_final_message:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1].get('content') or ''}{_TAG}"}
-        sent = {
-            **chat.variables,
-            "messages": messages,
-            "tools": chat.tools,
-            "documents": chat.documents,
-        }
-        own = {**self._special_tokens, "add_generation_prompt": chat.add_generation_prompt}
-        with_tools = chat.tools is not None and "tool_use" in self._compiled
+        The parameters are the template's variables, and any other `variables`. As in transformers, tools and
+        documents that are absent are None. `Limits` bounds time and size, in the calling thread.
+        """
+        known = [self._with_known_role(message) for message in messages]
+        if continue_final_message:
+            known[-1] = {**known[-1], "content": f"{known[-1].get('content') or ''}{_TAG}"}
+        sent = {**variables, "messages": known, "tools": tools, "documents": documents}
+        own = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
+        with_tools = tools is not None and "tool_use" in self._compiled
         template = self._compiled["tool_use" if with_tools else "default"]
         text = self._fill(template, sent, own)
-        return _up_to_tag(text) if chat.continue_final_message else text
+        return _up_to_tag(text) if continue_final_message else text
 
     def _compile(self, source: str) -> jinja2.Template:
         """The compiled template, which finds what it looks for in marked texts. Raises jinja2.TemplateError."""

@@ -394,8 +394,20 @@ def _joined(calls: Sequence[CallDelta]) -> Iterator[CallDelta]:
         yield CallDelta(index, first.arguments + "".join(piece.arguments for piece in more), first.name)
 
 
+_JSON_HEAD = regex.compile(
+    r"""\s*\{\s*(?:"(?!name")\w+"\s*:\s*"[^"\\]*"\s*,\s*)*
+    "name"\s*:\s*"(?P<name>(?:[^"\\\0-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+)"\s*,\s*
+    "(?:arguments|parameters)"\s*:\s*(?=[{\[])""",
+    regex.VERBOSE,
+)
+"""What comes before the arguments of a call in JSON, as all models write it."""
+
+
 class JsonCall:
-    """One region of JSON: `{"name": .., "arguments": {..}}`, or the arguments behind a name, or a list of calls."""
+    """One region of JSON: `{"name": .., "arguments": {..}}`, or the arguments behind a name, or a list of calls.
+
+    Arguments behind the name are told as they come. A list of calls, and a call of another form, is told at its end.
+    """
 
     def __init__(self, index: int, name: str | None) -> None:
         self.num_begun = 0
@@ -403,54 +415,33 @@ class JsonCall:
         self._index = index
         self._head = regex.compile(name) if name else None
         self._text = ""
+        """Of a call whose name is not known."""
         self._name: str | None = None
-        self._is_behind_name = False
-        """Whether the name came first, and what follows is the arguments alone."""
-        self._scan = _ObjectScan()
-        self._num_told = 0
+        self._arguments = _ValueScan()
 
     def feed(self, text: str) -> Iterator[CallDelta]:
         """What more text adds."""
-        self._text += text
-        if (
-            self._head is not None
-            and not self._is_behind_name
-            and not self._text[:_TAIL_CHARS].lstrip().startswith(("[", "{"))
-        ):
-            head = self._head.match(self._text)
+        if self._name is None:
+            self._text += text
+            is_json = self._head is None or self._text[:_TAIL_CHARS].lstrip().startswith(("[", "{"))
+            head = (_JSON_HEAD if self._head is None or is_json else self._head).match(self._text)
             if head is None:
                 return
-            self._name = next(name for name in head.groupdict().values() if name).strip()
-            self._is_behind_name = True
-            self._text = self._text[head.end() :]
-            self._scan.feed(self._text)
-        else:
-            self._scan.feed(text)
-        yield from self._more()
+            name = next(name for name in head.groupdict().values() if name)
+            self._name = json.loads(f'"{name}"') if is_json else name.strip()
+            text = self._text[head.end() :]
+        more = self._arguments.feed(text)
+        if more:
+            yield self._delta(more)
 
     def end(self) -> Iterator[CallDelta]:
         """What the end of the region adds."""
         if self.num_begun:
             return
-        if self._is_behind_name:
+        if self._name is not None:
             yield self._delta("{}")  # a call without arguments
         else:
             yield from self._whole()
-
-    def _more(self) -> Iterator[CallDelta]:
-        scan = self._scan
-        if self._is_behind_name:
-            begin, end = scan.begin, scan.end
-        else:
-            name = scan.value("name")
-            self._name = name if isinstance(name, str) else None
-            begin, end = scan.container("arguments") or scan.container("parameters") or (None, None)
-        if self._name is None or begin is None:
-            return
-        more = scan.text[begin + self._num_told : end]
-        self._num_told += len(more)
-        if more:
-            yield self._delta(more)
 
     def _delta(self, arguments: str) -> CallDelta:
         name = None if self.num_begun else self._name
@@ -473,87 +464,29 @@ class JsonCall:
             yield CallDelta(self._index + at, text, call["name"])
 
 
-class _ObjectScan:
-    """Where the values of an object's own keys begin and end, as its JSON comes. Each character is looked at once."""
+class _ValueScan:
+    """Finds the beginning and the end of an object or an array, as its JSON comes."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.begin: int | None = None
-        """Where the object begins and ends; None: not yet."""
-        self.end: int | None = None
-        self._values: dict[str, tuple[int, int | None]] = {}
         self._depth = 0
-        self._string_from: int | None = None
-        self._is_escaped = False
-        self._key: str | None = None
-        self._value_from: int | None = None
+        self._is_in_string = self._is_escaped = self._has_ended = False
 
-    def feed(self, text: str) -> None:
-        """More text."""
-        first = len(self.text)
-        self.text += text
-        for at in range(first, len(self.text)):
-            if self.end is None:
-                self._look(at, self.text[at])
-
-    def container(self, key: str) -> tuple[int, int | None] | None:
-        """Where the object or array of a key begins, and ends; None while it is not there, or is something else."""
-        span = self._values.get(key)
-        return span if span is not None and self.text[span[0]] in "{[" else None
-
-    def value(self, key: str) -> Any:
-        """The value of a key that is complete, and JSON; None else."""
-        begin, end = self._values.get(key, (0, None))
-        try:
-            return None if end is None else json.loads(self.text[begin:end])
-        except (ValueError, RecursionError):
-            return None
-
-    def _look(self, at: int, char: str) -> None:
-        if self._string_from is not None:
-            if self._is_escaped or char == "\\":
-                self._is_escaped = not self._is_escaped
+    def feed(self, text: str) -> str:
+        """The part of more text that is in the value."""
+        inside = []
+        for char in text:
+            if self._has_ended:
+                break
+            if self._is_in_string:
+                self._is_in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
             elif char == '"':
-                self._end_string(at)
-            return
-        if (
-            self._depth == 1
-            and self._key is not None
-            and self._value_from is None
-            and char not in " \t\r\n:,}"
-        ):
-            self._value_from = at
-            self._values[self._key] = at, None
-        if char == '"' and self._depth:
-            self._string_from = at
-        elif char in "{[":
-            if not self._depth:
-                self.begin = at
-            self._depth += 1
-        elif char in "}]" and self._depth:
-            self._depth -= 1
-            if self._depth == 1:
-                self._end_value(at + 1)
-            elif not self._depth:
-                self._end_value(at)
-                self.end = at + 1
-        elif char == "," and self._depth == 1:
-            self._end_value(at)
-
-    def _end_string(self, at: int) -> None:
-        begin, self._string_from = self._string_from, None
-        if self._depth == 1 and self._key is None:
-            self._key = self._decoded(begin, at + 1)
-        elif self._depth == 1 and self._value_from == begin:
-            self._end_value(at + 1)
-
-    def _decoded(self, begin: int | None, end: int) -> str:
-        try:
-            return str(json.loads(self.text[begin:end]))
-        except ValueError:
-            return self.text[begin:end]
-
-    def _end_value(self, end: int) -> None:
-        if self._key is not None and self._value_from is not None:
-            self._values[self._key] = self._value_from, end
-        self._key = self._value_from = None
+                self._is_in_string = self._depth > 0
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]" and self._depth:
+                self._depth -= 1
+                self._has_ended = not self._depth
+            if self._depth or self._has_ended:
+                inside.append(char)
+        return "".join(inside)

@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import regex
 
@@ -40,63 +41,23 @@ class Stop:
 
 
 class StopStrings:
-    """An Aho-Corasick automaton over the stops of one request. A state is made when a text first reaches it.
-
-    Making all states of many long stops would take long, and texts reach few of them.
-    """
+    """The stops of one request, each with its borders, by which it is searched in one pass (Knuth, Morris, Pratt)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string would match everywhere"
-        self.root = State(0, tuple(stops), None)
+        self.with_borders = [(stop, _borders(stop)) for stop in dict.fromkeys(stops)]
         self.first_chars = frozenset(stop[0] for stop in stops)
 
-    def step(self, state: State, char: str) -> State:
-        """The state after one more character."""
-        made: list[State] = []
-        while (after := state.children.get(char)) is None:
-            stops = [stop for stop in state.longer if stop[state.depth] == char]
-            if stops:
-                made.append(state.child(char, stops))
-            if state.fail is None:
-                after = state
-                break
-            state = state.fail
-        for child in reversed(made):
-            child.link(after)
-            after = child
-        return after
 
-
-class State:
-    """The longest suffix of the text, of `depth` characters, that is a prefix of stops.
-
-    `longer` has those stops with more than `depth` characters. `fail` is the state of the next shorter such suffix.
-    `stop` is the longest stop that ends here. `num_held` characters may become part of another stop.
-    """
-
-    __slots__ = ("children", "depth", "fail", "longer", "num_held", "stop")
-
-    def __init__(self, depth: int, longer: tuple[str, ...], stop: str | None) -> None:
-        self.depth = depth
-        self.longer = longer
-        self.stop = stop
-        self.num_held = depth if longer else 0
-        self.fail: State | None = None
-        self.children: dict[str, State] = {}
-
-    def child(self, char: str, stops: Sequence[str]) -> State:
-        """Add the state after `char`, with which `stops` continue. The caller links it."""
-        depth = self.depth + 1
-        longer = tuple(stop for stop in stops if len(stop) > depth)
-        whole = next((stop for stop in stops if len(stop) == depth), None)
-        child = self.children[char] = State(depth, longer, whole)
-        return child
-
-    def link(self, fail: State) -> None:
-        """Set `fail`. A stop that ends a shorter suffix ends this one too."""
-        self.fail = fail
-        self.stop = self.stop or fail.stop
-        self.num_held = self.num_held or fail.num_held
+def _borders(stop: str) -> list[int]:
+    """Of each beginning of `stop`, by its length, how much of its end is a shorter beginning."""
+    borders = [0, 0]
+    for char in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != char:
+            length = borders[length]
+        borders.append(length + (stop[length] == char))
+    return borders
 
 
 class StopStringCursor:
@@ -104,26 +65,37 @@ class StopStringCursor:
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        self._state = stops.root
+        self._lengths = [0] * len(stops.with_borders)
+        """Of each stop, how much of its beginning the text ends with."""
         self._num_chars = 0
 
     @property
     def num_held(self) -> int:
         """Characters at the end of the text that may become part of a stop."""
-        return self._state.num_held
+        return max(self._lengths)
 
     def feed(self, piece: str, *, armed: bool = True) -> Stop | None:
         """The first stop that `piece` completes; None if not `armed`. A cursor is not fed after a stop."""
         start, self._num_chars = self._num_chars, self._num_chars + len(piece)
-        stops, state = self._stops, self._state
-        if state is stops.root and stops.first_chars.isdisjoint(piece):
+        if not any(self._lengths) and self._stops.first_chars.isdisjoint(piece):
             return None
         for end, char in enumerate(piece, start + 1):
-            state = stops.step(state, char)
-            if state.stop is not None and armed:
-                return Stop(end, end - len(state.stop), state.stop)
-        self._state = state
+            completed = list(filter(None, map(self._step, range(len(self._lengths)), repeat(char))))
+            if completed and armed:
+                longest = max(completed, key=len)
+                return Stop(end, end - len(longest), longest)
         return None
+
+    def _step(self, at: int, char: str) -> str | None:
+        """Take one more character for one of the stops; returns the stop if that completes it."""
+        stop, borders = self._stops.with_borders[at]
+        length = self._lengths[at]
+        while length and stop[length] != char:
+            length = borders[length]
+        length += stop[length] == char
+        is_whole = length == len(stop)
+        self._lengths[at] = borders[length] if is_whole else length
+        return stop if is_whole else None
 
 
 MAX_MATCH_CHARS = 32_768

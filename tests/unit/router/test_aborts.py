@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.dispatch.waiting_queue import WaitingQueue
+from router.dispatch.fleet_view import WaitingQueue
 from router.request.admission import Admissions
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError

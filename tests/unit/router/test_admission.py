@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from router.dispatch.waiting_queue import MAX_RETRY_AFTER_S, WINDOW_S, WaitingQueue
+from router.dispatch.fleet_view import MAX_RETRY_AFTER_S, WINDOW_S, WaitingQueue
 from router.http.config import DispatchOptions
 from router.request.admission import Admissions
 from router.server import Router

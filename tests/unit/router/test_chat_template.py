@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from router.text.chat_template import Chat, ChatTemplate, Limits, load_chat_template
+from router.text.chat_template import ChatTemplate, Limits, load_chat_template
 from router.text.tokenizer import TextWorkers
 from shared.errors import ConfigError, RequestError
 
@@ -73,7 +73,7 @@ def test_prompts_equal_those_of_transformers(
 ) -> None:
     source = (FOLDER / f"{family}.jinja").read_text()
     expected = as_transformers(source, messages, tools=tools)
-    assert template_of(source).render_now(Chat(messages=messages, tools=tools)) == expected
+    assert template_of(source).render(messages, tools=tools) == expected
     assert ("天気" in expected) == (tools is not None)
     assert "Zürich?" in expected
 
@@ -85,7 +85,7 @@ def test_the_last_message_is_continued_as_by_transformers(family: str, ending: s
     messages = [*QUESTION, {"role": "assistant", "content": ending}]
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     expected = as_transformers(source, messages, **options)
-    assert template_of(source).render_now(Chat(messages=messages, **options)) == expected
+    assert template_of(source).render(messages, **options) == expected
     assert expected.rstrip().endswith(ending.rstrip())
 
 
@@ -100,8 +100,8 @@ def test_what_templates_may_use() -> None:
     )
     documents = [{"title": "größer", "text": "a & b"}]
     expected = as_transformers(source, QUESTION, documents=documents, fancy="yes")
-    chat = Chat(messages=QUESTION, documents=documents, variables={"fancy": "yes"})
-    assert template_of(source).render_now(chat) == expected
+    rendered = template_of(source).render(QUESTION, documents=documents, variables={"fancy": "yes"})
+    assert rendered == expected
     assert "größer" in expected and "[5]" in expected
 
 
@@ -123,7 +123,7 @@ def test_what_templates_may_use() -> None:
 )
 def test_a_template_that_objects_or_breaks_is_a_bad_request(source: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as raised:
-        template_of(source, chars=10_000).render_now(Chat(messages=QUESTION))
+        template_of(source, chars=10_000).render(QUESTION)
     assert raised.value.status == 400 and raised.value.param == "messages"
 
 
@@ -134,11 +134,9 @@ def test_a_template_that_objects_or_breaks_is_a_bad_request(source: str, message
 def test_a_template_that_never_ends_is_stopped(body: str) -> None:
     source = "{% set n, m = namespace, messages[0] %}{% for a in range(99999) %}{% for b in range(99999) %}"
     with pytest.raises(RequestError, match=r"within 0\.05 s"):
-        template_of(source + body + "{% endfor %}{% endfor %}", time_s=0.05).render_now(
-            Chat(messages=QUESTION)
-        )
+        template_of(source + body + "{% endfor %}{% endfor %}", time_s=0.05).render(QUESTION)
     # The limit was that render's, not this thread's.
-    assert template_of("{{ messages[0].role }}").render_now(Chat(messages=QUESTION)) == "system"
+    assert template_of("{{ messages[0].role }}").render(QUESTION) == "system"
 
 
 def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
@@ -146,7 +144,7 @@ def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
     slow = template_of("{% for a in range(99999) %}{{ a }}{% endfor %}", chars=10_000)
 
     async def run() -> bool:
-        rendering = asyncio.create_task(slow.render(Chat(messages=messages), TextWorkers()))
+        rendering = asyncio.create_task(TextWorkers().run(10_000, lambda: slow.render(messages)))
         await asyncio.sleep(0)
         went_on = not rendering.done()
         with pytest.raises(RequestError, match="longer than 10000 characters"):
@@ -158,9 +156,9 @@ def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
 
 def test_developer_messages_are_system_messages_to_templates_that_do_not_know_them() -> None:
     messages = [{"role": "developer", "content": "be brief"}]
-    assert template_of("{{ messages[0].role }}").render_now(Chat(messages=messages)) == "system"
+    assert template_of("{{ messages[0].role }}").render(messages) == "system"
     knows = "{% if messages[0].role == 'developer' %}yes{% endif %}"
-    assert template_of(knows).render_now(Chat(messages=messages)) == "yes"
+    assert template_of(knows).render(messages) == "yes"
     assert messages[0]["role"] == "developer"
 
 
@@ -177,8 +175,8 @@ def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
     overridden = load_chat_template(tmp_path, override)
     for template, expected in [(named, "tools"), (in_files, "tools"), (overridden, "mine")]:
         assert template is not None
-        assert template.render_now(Chat(messages=QUESTION, tools=TOOLS)) == expected
-        assert template.render_now(Chat(messages=QUESTION)) == ("mine" if expected == "mine" else "plain")
+        assert template.render(QUESTION, tools=TOOLS) == expected
+        assert template.render(QUESTION) == ("mine" if expected == "mine" else "plain")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates[1:]}))
     (tmp_path / "chat_template.jinja").unlink()
     assert load_chat_template(tmp_path, None) is None

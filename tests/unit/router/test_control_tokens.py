@@ -14,9 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 import router.text.chat_template
-from router.text.chat_template import Chat
-from router.text.control_tokens import MARK
 from router.text.served_model import ServedModel
+from router.text.tokenizer import MARK
 from shared.errors import RequestError
 from shared.protocol.messages import Prefill
 from tests.unit.router.fakes import STORY, joined_pair, write_model
@@ -88,7 +87,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def ids_of(folder: Path, messages: list[Any], **options: Any) -> list[int]:
     model = ServedModel.load("m", folder, served_name=None, chat_template=None)
     assert model.chat_template is not None
-    text = model.chat_template.render_now(Chat(messages=messages, **options))
+    text = model.chat_template.render(messages, **options)
     return asyncio.run(model.tokenizer.encode([text], add_special_tokens=False))[0]
 
 
@@ -286,13 +285,13 @@ def test_what_templates_do_with_such_a_text(tmp_path: Path, source: str, text: s
     folder = write(tmp_path, tokenizer_of("qwen25"), source)
     model = ServedModel.load("m", folder, served_name=None, chat_template=None)
     assert model.chat_template is not None
-    chat = Chat(messages=[{"role": "user", "content": "a<|im_end|>b"}])
+    messages = [{"role": "user", "content": "a<|im_end|>b"}]
     if "raise" in source:
         with pytest.raises(RequestError) as raised:
-            model.chat_template.render_now(chat)
+            model.chat_template.render(messages)
         assert raised.value.message.endswith(text)
     else:
-        assert model.chat_template.render_now(chat).replace(MARK, "MARK") == text
+        assert model.chat_template.render(messages).replace(MARK, "MARK") == text
 
 
 def test_a_template_of_the_operator_marks_texts_too(tmp_path: Path) -> None:
@@ -300,8 +299,8 @@ def test_a_template_of_the_operator_marks_texts_too(tmp_path: Path) -> None:
     override.write_text("{{ messages[0].content }}")
     model = ServedModel.load("m", folder, served_name=None, chat_template=override)
     assert model.chat_template is not None
-    chat = Chat(messages=[{"role": "user", "content": "<|im_end|>"}])
-    assert model.chat_template.render_now(chat) == f"<{MARK}|im_end|>"
+    messages = [{"role": "user", "content": "<|im_end|>"}]
+    assert model.chat_template.render(messages) == f"<{MARK}|im_end|>"
 
 
 def test_the_builtin_model() -> None:

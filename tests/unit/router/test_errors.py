@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.http.config import DispatchOptions, HttpOptions
-from router.http.limits import HttpLimits
+from router.http.config import DispatchOptions, HttpLimits, HttpOptions
 from shared.protocol.messages import Decode, Prefill
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fakes import byte_level_tokenizer, joined_pair, joined_router

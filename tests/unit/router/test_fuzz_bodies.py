@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.config import DispatchOptions, HttpOptions
-from router.http.limits import HttpLimits
+from router.http.config import DispatchOptions, HttpLimits, HttpOptions
 from router.server import Router
 from shared.protocol.messages import NodeLimits, Role
 from tests.patience import PATIENCE_S

@@ -9,7 +9,7 @@ import pytest
 
 from router.api.openai_bodies import CompletionBody
 from router.api.openai_requests import format_grammar
-from router.http.limits import HttpLimits
+from router.http.config import HttpLimits
 from router.request.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
 from shared.protocol.sampling_params import Grammar

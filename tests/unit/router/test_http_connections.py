@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from router.http.config import ConnectionOptions, HttpOptions
+from router.http.config import ConnectionOptions, HttpLimits, HttpOptions
 from router.http.connection import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
     NUM_SPARE_CONNECTIONS,
 )
-from router.http.limits import HttpLimits
 from shared.protocol.messages import Cancel, Decode, Finish
 from tests.patience import eventually
 from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair

@@ -10,8 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from router.api.live_feed import LiveEvent, NodeNow
-from router.api.live_state import links_words
+from router.api.live_state import LiveEvent, NodeNow, links_words
 from router.http.config import HttpOptions
 from shared.protocol.messages import LinkReport, Load, Loading, Role
 from tests.patience import eventually

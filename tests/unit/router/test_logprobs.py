@@ -263,7 +263,7 @@ def test_a_stream_words_the_prompt_once() -> None:
         return str(token_id)
 
     async def go() -> list[dict[str, object]]:
-        logprobs = NativeLogprobs(generation, text_of)
+        logprobs = NativeLogprobs(generation, tokenizer.workers, text_of)
         seen = []
         for position in range(NUM_NEW):
             assert params.logprobs is not None

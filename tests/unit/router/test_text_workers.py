@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.fleet_view import WaitingQueue
 from router.dispatch.running_req import RunningReq
-from router.dispatch.waiting_queue import WaitingQueue
 from router.request.admission import Admissions
 from router.request.generation import Generator
 from router.request.prompt import AnswerOptions, Prompt
