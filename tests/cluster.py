@@ -12,7 +12,7 @@ import msgspec
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from router.dispatch.node import PrefixIndex
-from shared.config import NodeConfig, TransferOptions
+from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
 from shared.engine.build import Engine
 from shared.engine.loop_parts import NodeParts
 from shared.engine.vitals import Vitals
@@ -60,6 +60,39 @@ from tests.fake_network import FakeNetwork, Faults
 ROUTER = "router"
 MakeEngine = Callable[[NodeConfig], Engine]
 MakeTransports = Callable[[FakeNetwork, str, TransferOptions], Transports]
+
+
+def small_config(
+    *,
+    tokens: int = 640,
+    page_size: int = 4,
+    host_tokens: int = 0,
+    keeps_prefixes: bool = True,
+    chunk: int = 16,
+    slots: int = 8,
+    headroom: int = 4,
+    overlap: bool = True,
+    context_length: int = 400,
+    **schedule: object,
+) -> NodeConfig:
+    """Of a node with a small pool. `schedule` are further ScheduleOptions."""
+    return NodeConfig(
+        cache=CacheOptions(
+            page_size=page_size,
+            max_total_tokens=tokens,
+            host_kv_tokens=host_tokens,
+            disable_radix_cache=not keeps_prefixes,
+        ),
+        schedule=ScheduleOptions(
+            chunked_prefill_size=chunk,
+            max_running_requests=slots,
+            num_reserved_decode_tokens=headroom,
+            disable_overlap_schedule=not overlap,
+            debug_checks=True,
+            **schedule,  # type: ignore[arg-type]
+        ),
+        model=ModelOptions(context_length=context_length),
+    )
 
 
 def sender_of(name: str) -> str:

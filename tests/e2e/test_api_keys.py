@@ -43,15 +43,14 @@ def guesses(router: Router, key: str) -> list[int]:
     return [num_cached(router, key, record(pin)[: 3 * PAGE + 1]) for pin in PINS]
 
 
-def fleet_of(topology: str, zoo: Zoo, folder: Path, *router_flags: str) -> Fleet:
+def fleet_of(zoo: Zoo, folder: Path, *router_flags: str) -> Fleet:
     flags = ("--page-size", str(PAGE), "--max-total-tokens", "4096")
     keys = (*KEYS, *router_flags, "--local-prefill-tokens", "0")
-    return Fleet(folder, zoo.folder("llama"), topology, flags=flags, router_flags=keys)
+    return Fleet(folder, zoo.folder("llama"), flags=flags, router_flags=keys)
 
 
-@pytest.mark.parametrize("topology", ["0P1D", "1P1D"])
-def test_guesses_find_nothing_of_another_keys_prompts(topology: str, zoo: Zoo, tmp_path: Path) -> None:
-    with fleet_of(topology, zoo, tmp_path) as fleet:
+def test_guesses_find_nothing_of_another_keys_prompts(zoo: Zoo, tmp_path: Path) -> None:
+    with fleet_of(zoo, tmp_path) as fleet:
         router = fleet.router
         assert num_cached(router, "key-of-a", record(PINS[0])) == 0
         assert guesses(router, "key-of-b") == [2 * PAGE] * len(PINS), "the right PIN is like any other"
@@ -72,7 +71,7 @@ def test_guesses_find_nothing_of_another_keys_prompts(topology: str, zoo: Zoo, t
 
 def test_a_shared_cache_tells_the_right_guess(zoo: Zoo, tmp_path: Path) -> None:
     """It is what the flag permits, and shows that the test above can fail."""
-    with fleet_of("1P1D", zoo, tmp_path, "--share-cache-across-api-keys") as fleet:
+    with fleet_of(zoo, tmp_path, "--share-cache-across-api-keys") as fleet:
         num_cached(fleet.router, "key-of-a", record(PINS[0]))
         right, *wrong = guesses(fleet.router, "key-of-b")
         assert wrong == [2 * PAGE] * len(wrong) and right == 3 * PAGE

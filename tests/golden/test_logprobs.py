@@ -91,8 +91,7 @@ def tokens(zoo: Zoo) -> list[int]:
 
 @topologies
 @pytest.mark.parametrize("start_len", [-1, 0, 33, 138, 139])
-@pytest.mark.parametrize("chunk", [20, 23, 512])
-@overlaps
+@pytest.mark.parametrize(("chunk", "overlap"), [(20, False), (23, True), (512, True)])
 def test_prompt_and_output(
     zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, start_len: int, chunk: int, overlap: bool
 ) -> None:
@@ -106,8 +105,7 @@ def test_prompt_and_output(
 
 
 @topologies
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("start_len", [0, 70, 139])
+@pytest.mark.parametrize(("start_len", "page_size"), [(0, 16), (70, 1), (70, 16), (139, 1)])
 def test_a_cached_prompt_is_computed_as_far_as_asked(
     zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, start_len: int, page_size: int
 ) -> None:

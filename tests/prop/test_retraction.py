@@ -192,16 +192,6 @@ def test_host_waits_in_place_when_the_host_pool_is_full(overlap: bool) -> None:
     assert driver.retraction.count.num_host == 0
 
 
-def test_nobody_gives_anything_up_for_pages_that_come_home_with_the_forward_in_flight() -> None:
-    """Four pages of four; `a` ends just when `b` needs its third: under overlap its pages are a step late."""
-    driver = new_driver("recompute", num_tokens=16, overlap=True)
-    driver.add(new_req("a", [1, 2, 3, 4, 5], 4))
-    driver.add(new_req("b", [6, 7, 8, 9, 10], 10))
-    driver.run()
-    count = driver.retraction.count
-    assert (count.num_host, count.num_recompute, count.num_waits) == (0, 0, 1)
-
-
 def test_victims_are_those_who_lose_least() -> None:
     driver = new_driver("recompute", num_tokens=256, overlap=False)
     for rid, num_input, num_output in [("d", 5, 2), ("b", 9, 2), ("a", 9, 2), ("c", 20, 3)]:

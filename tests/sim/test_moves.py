@@ -11,13 +11,13 @@ from functools import partial
 import pytest
 
 from decode_node.scheduler import DecodeScheduler
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
+from shared.config import NodeConfig, TransferOptions
 from shared.kvcache.audit import audit_idle
 from shared.protocol.messages import Cancel, ReqKey, Role, Struct, Tokens
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import CancelTransfer, Done, Grant, Handoff, Ready
 from shared.timeline import ReqStage
-from tests.cluster import AnsweredMove, Cluster, ref, sender_of
+from tests.cluster import AnsweredMove, Cluster, ref, sender_of, small_config
 from tests.fake_network import Faults
 from tests.sim.test_grammars import Late, grammar_engine
 from tests.token_engine import reference_tokens, token_engine
@@ -26,21 +26,7 @@ from tests.token_grammar import token_grammar
 both_overlaps = pytest.mark.parametrize("overlap", [False, True])
 
 
-def config(
-    *, tokens: int = 640, overlap: bool = True, slots: int = 8, headroom: int = 4, retract_every: int = 0
-) -> NodeConfig:
-    return NodeConfig(
-        cache=CacheOptions(page_size=4, max_total_tokens=tokens),
-        schedule=ScheduleOptions(
-            chunked_prefill_size=16,
-            max_running_requests=slots,
-            debug_checks=True,
-            num_reserved_decode_tokens=headroom,
-            disable_overlap_schedule=not overlap,
-            retract_every=retract_every,
-        ),
-        model=ModelOptions(context_length=400),
-    )
+config = small_config
 
 
 def params(num_new: int) -> SamplingParams:
@@ -305,24 +291,6 @@ def test_a_target_where_a_request_waits_for_room_refuses() -> None:
         run.check_end()
 
 
-def test_nodes_that_want_each_others_pages_do_not_wait_for_them() -> None:
-    """Both are so full that neither takes the other's request: all are refused at once, and all run to their end."""
-    with Cluster(1, 3, token_engine, config(tokens=200, slots=4)) as cluster:
-        keys = {}
-        for i in range(3):
-            for j in range(3):
-                ids = prompt(10 * i + j, 30)
-                keys[cluster.router.submit(f"{i}-{j}", ids, params(40), "p0", f"d{i}")] = (i, ids)
-        answers = cluster.router.answers
-        cluster.run(lambda: all(len(answers[key].token_ids) > 3 for key in keys), max_steps=3000)
-        moves = [cluster.router.move(key, f"d{i}", f"d{(i + 1) % 3}") for key, (i, _) in keys.items()]
-        cluster.run_all(check=True, max_steps=6000)
-        for key, (_, ids) in keys.items():
-            assert cluster.tokens(key) == wanted(ids, 40)
-        assert any(move.failures for move in moves)
-        cluster.assert_idle()
-
-
 def test_a_request_that_does_not_run_is_not_moved() -> None:
     with Cluster(1, 2, token_engine, config()) as cluster:
         run = Run(cluster)
@@ -342,17 +310,6 @@ def test_a_request_is_moved_once_at_a_time() -> None:
         cluster.network.release(Ready)
         run.check_end()
         assert first.arrived
-
-
-def test_a_request_moves_on_and_back() -> None:
-    with Cluster(1, 2, token_engine, config()) as cluster:
-        run = Run(cluster, num_new=300)
-        first = run.move()
-        run.until(lambda: first.arrived and first.left)
-        back = cluster.router.move(first.to_key, "d1", "d0")
-        run.until(lambda: back.arrived and back.left)
-        assert run.stage("d0", back.to_key) is ReqStage.DECODING
-        run.check_end()
 
 
 def test_what_the_target_caches_is_not_sent() -> None:
@@ -455,7 +412,7 @@ def test_the_stream_pauses_for_a_step(overlap: bool) -> None:
         run.check_end()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])
 @both_overlaps
 def test_random_moves_change_no_token(seed: int, overlap: bool) -> None:
     """Among retraction, small pools, lost links, dead nodes, aborts, and moves that are given up."""

@@ -5,42 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import pytest
 
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
+from shared.config import TransferOptions
 from shared.protocol.messages import Decode, Finish, Leaving, Prefill, ReqKey, Struct
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import CancelTransfer, Done, Grant, Handoff, LeaseRenew, Offer, Ready
-from tests.cluster import Cluster
+from tests.cluster import Cluster, small_config
 from tests.fake_network import Faults
-from tests.token_engine import EOS, next_token, reference_tokens, token_engine
+from tests.token_engine import EOS, reference_tokens, token_engine
 
-
-def config(
-    *,
-    tokens: int = 400,
-    page_size: int = 4,
-    chunk: int = 16,
-    retract_every: int = 0,
-    overlap: bool = True,
-    slots: int = 8,
-    worth_waiting: int = 32,
-) -> NodeConfig:
-    return NodeConfig(
-        cache=CacheOptions(page_size=page_size, max_total_tokens=tokens),
-        schedule=ScheduleOptions(
-            chunked_prefill_size=chunk,
-            max_running_requests=slots,
-            retract_every=retract_every,
-            debug_checks=True,
-            num_reserved_decode_tokens=4,
-            disable_overlap_schedule=not overlap,
-            in_batch_prefix_caching_deprioritize_threshold=worth_waiting,
-        ),
-        model=ModelOptions(context_length=200),
-    )
+config = partial(small_config, tokens=400, context_length=200)
 
 
 def params(n: int) -> SamplingParams:
@@ -53,15 +31,6 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     while True:
         ids = [rng.randrange(8, 900) for _ in range(length)]
         if len(reference_tokens(ids, 16)) == 16:
-            return ids
-
-
-def eos_prompt(length: int, after: int) -> list[int]:
-    """A prompt that ends with EOS after so many tokens."""
-    rng = random.Random(length)
-    while True:
-        ids = [rng.randrange(8, 900) for _ in range(length)]
-        if len(reference_tokens(ids, after)) == after and reference_tokens(ids, after)[-1] == EOS:
             return ids
 
 
@@ -90,21 +59,6 @@ def test_messages_of_three_parties_in_every_order(order: Sequence[type[Struct]])
         cluster.assert_idle()
 
 
-@pytest.mark.parametrize("late", [Prefill, Decode], ids=lambda t: t.__name__)
-def test_one_dispatch_comes_two_seconds_after_the_other(late: type[Struct]) -> None:
-    with Cluster(1, 1, token_engine, config()) as cluster:
-        cluster.network.hold(late)
-        ids = prompt(21)
-        key = cluster.router.submit("a", ids, params(6), "p0", "d0")
-        for _ in range(100):
-            cluster.step(0.02)
-        assert not cluster.router.answers[key].token_ids
-        cluster.network.release(late)
-        cluster.run_all(check=True)
-        assert cluster.tokens(key) == reference_tokens(ids, 6)
-        cluster.assert_idle()
-
-
 def test_a_router_that_leaves_ends_what_it_wanted(caplog: pytest.LogCaptureFixture) -> None:
     """It says so, and no node waits until it counts as silent, or warns of that."""
     with Cluster(1, 1, token_engine, config()) as cluster:
@@ -127,31 +81,6 @@ def test_an_idle_loop_makes_progress(name: str) -> None:
             cluster.step()
             seen.append(cluster.router.loads[name].progress)
         assert seen == sorted(set(seen))
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_first_token_is_eos(overlap: bool) -> None:
-    """The prefill node alone reports the finish; the decode node gives its reservation back without a word."""
-    with Cluster(1, 1, token_engine, config(overlap=overlap)) as cluster:
-        ids = eos_prompt(25, 1)
-        key = cluster.router.submit("a", ids, params(9), "p0", "d0")
-        cluster.run_all(check=True)
-        assert cluster.tokens(key) == [EOS]
-        assert cluster.router.answers[key].finish == Finish("stop", EOS)
-        cluster.assert_idle()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("after", [2, 3, 7])
-def test_eos_on_the_decode_node(overlap: bool, after: int) -> None:
-    with Cluster(1, 1, token_engine, config(overlap=overlap)) as cluster:
-        ids = eos_prompt(25, after)
-        keys = [cluster.router.submit(f"r{i}", ids[i:], params(30), "p0", "d0") for i in range(4)]
-        cluster.run_all(check=True)
-        for i, key in enumerate(keys):
-            assert cluster.tokens(key) == reference_tokens(ids[i:], 30)
-        assert cluster.router.answers[keys[0]].finish == Finish("stop", EOS)
-        cluster.assert_idle()
 
 
 def test_retraction_while_a_transfer_wants_the_pages() -> None:
@@ -180,7 +109,9 @@ def test_retraction_while_a_transfer_wants_the_pages() -> None:
 
 def test_two_requests_compute_the_same_prefix_at_once() -> None:
     """Both are admitted before either is cached; the duplicate pages stay held until their offers have ended."""
-    with Cluster(1, 1, token_engine, config(chunk=64, worth_waiting=64)) as cluster:
+    with Cluster(
+        1, 1, token_engine, config(chunk=64, in_batch_prefix_caching_deprioritize_threshold=64)
+    ) as cluster:
         cluster.network.hold(Done)
         ids = prompt(40)
         keys = [cluster.router.submit(f"r{i}", [*ids, 100 + i], params(6), "p0", "d0") for i in range(3)]
@@ -220,7 +151,7 @@ def test_cancel_against_every_stage(held: type[Struct] | None) -> None:
 
 def test_cancel_and_handoff_cross() -> None:
     """The cancel reaches each node at every possible step around the handoff."""
-    for steps in range(40):
+    for steps in range(0, 40, 2):
         with Cluster(1, 1, token_engine, config()) as cluster:
             key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
             for _ in range(steps):
@@ -266,7 +197,7 @@ def test_a_lost_message_ends_every_request_and_leaks_nothing(dropped: type[Struc
         assert cluster.tokens(again) == reference_tokens(ids, 5)
 
 
-@pytest.mark.parametrize("num_whole", range(4))
+@pytest.mark.parametrize("num_whole", [0, 3])
 def test_corrupt_payload_fails_the_transfer_not_the_answer(num_whole: int) -> None:
     """A byte that flips on the wire is found by the digest: an error, never a wrong token, and nothing is cached."""
     options = TransferOptions(slot_nbytes=2 * 2 * config().cache.page_size * 8)  # two pages
@@ -310,18 +241,7 @@ def test_a_handoff_that_its_digest_does_not_fit_is_an_error(change: dict[str, in
         cluster.assert_idle()
 
 
-def test_resumed_request_goes_on_where_it_was() -> None:
-    """output_ids in the dispatch: what retry, failover and moving are built on."""
-    with Cluster(1, 1, token_engine, config()) as cluster:
-        ids = prompt(22)
-        whole = reference_tokens(ids, 16)
-        key = cluster.router.submit("a", ids, params(16), "p0", "d0", output_ids=whole[:5], attempt=1)
-        cluster.run_all(check=True)
-        assert cluster.tokens(key) == whole
-        cluster.assert_idle()
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_work_with_faults_and_deaths(seed: int) -> None:
     """Nodes die at any step, messages are lost: every request ends, right or with an error, and no page leaks."""
     rng = random.Random(seed)
@@ -385,24 +305,6 @@ def test_random_work_with_faults_and_deaths(seed: int) -> None:
         cluster.assert_idle()
 
 
-@pytest.mark.parametrize("claimed", [-1, 1000])
-def test_a_ready_that_makes_no_sense_fails_its_request_alone(claimed: int) -> None:
-    with Cluster(1, 1, token_engine, config()) as cluster:
-        cluster.network.hold(Ready)
-        key = cluster.router.submit("a", prompt(30), params(12), "p0", "d0")
-        cluster.run(lambda: cluster.network.num_held(Ready) == 1)
-        cluster.nodes["p0"].side.on_message("d0", Ready(key, claimed, 99))
-        cluster.run(lambda: cluster.router.answers[key].ended)
-        assert "claims to hold" in cluster.router.answers[key].failures[0].message
-        cluster.network.release(Ready)
-        cluster.run_all()
-        cluster.assert_idle()
-        ids = prompt(20, seed=3)
-        again = cluster.router.submit("b", ids, params(5), "p0", "d0")
-        cluster.run_all()
-        assert cluster.tokens(again) == reference_tokens(ids, 5)
-
-
 def test_a_lease_that_ends_after_the_handoff_is_reported() -> None:
     """The prefill node has said all it had to say; the decode node tells the router that it waits in vain."""
     options = TransferOptions(lease_s=1.0, transfer_timeout_s=300.0)
@@ -430,11 +332,3 @@ def test_a_decode_node_keeps_no_copies_of_a_shared_prompt() -> None:
         assert ledger.count().protected == 10, "ten pages of four tokens, once for all three"
         cluster.run_all(check=True)
         cluster.assert_idle()
-
-
-def test_next_token_depends_on_every_token() -> None:
-    """What the fake engine proves rests on this."""
-    ids = prompt(20)
-    for i in range(20):
-        changed = [*ids[:i], (ids[i] + 1) % 997, *ids[i + 1 :]]
-        assert next_token(changed) != next_token(ids)

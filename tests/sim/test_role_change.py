@@ -7,29 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.config import NodeConfig
 from shared.kvcache.audit import audit_idle
 from shared.protocol.messages import ReqKey, Role
 from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import ReqStage
-from tests.cluster import Cluster
+from tests.cluster import Cluster, small_config
 from tests.token_engine import reference_tokens, token_engine
 
 NUM_NEW = 12
 
 
 def config(*, overlap: bool) -> NodeConfig:
-    return NodeConfig(
-        cache=CacheOptions(page_size=4, max_total_tokens=240, host_kv_tokens=64),
-        schedule=ScheduleOptions(
-            chunked_prefill_size=8,
-            max_running_requests=8,
-            retract_policy="host",
-            retract_every=5,
-            disable_overlap_schedule=not overlap,
-        ),
-        model=ModelOptions(context_length=96),
-    )
+    own = {"retract_policy": "host", "retract_every": 5, "headroom": 32}
+    return small_config(tokens=240, host_tokens=64, chunk=8, context_length=96, overlap=overlap, **own)  # type: ignore[arg-type]
 
 
 def submit(

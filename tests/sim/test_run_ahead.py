@@ -11,36 +11,31 @@ from dataclasses import replace
 import pytest
 
 from prefill_node.scheduler import PrefillScheduler
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
+from shared.config import NodeConfig
 from shared.engine.vitals import Vitals
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
-from tests.cluster import Cluster
+from tests.cluster import Cluster, small_config
 from tests.later_work import assert_kept, later_work
 from tests.sim.test_races import params, prompt
 from tests.token_engine import TokenStream, reference_tokens, token_engine
 
-PAGE_SIZE, CHUNK, POOL_TOKENS = 4, 16, 400
+PAGE_SIZE, CHUNK = 4, 16
 
 
 def config(
     *, share: float = 0.5, overlap: bool = True, keep: bool = True, priorities: bool = False
 ) -> NodeConfig:
-    return NodeConfig(
-        cache=CacheOptions(page_size=PAGE_SIZE, max_total_tokens=POOL_TOKENS, disable_radix_cache=not keep),
-        schedule=ScheduleOptions(
-            chunked_prefill_size=CHUNK,
-            max_running_requests=8,
-            prefill_ahead_share=share,
-            disable_overlap_schedule=not overlap,
-            enable_priority_scheduling=priorities,
-            debug_checks=True,
-            num_reserved_decode_tokens=4,
-        ),
-        model=ModelOptions(context_length=300),
+    return small_config(
+        tokens=400,
+        keeps_prefixes=keep,
+        overlap=overlap,
+        context_length=300,
+        prefill_ahead_share=share,
+        enable_priority_scheduling=priorities,
     )
 
 

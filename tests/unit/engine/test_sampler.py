@@ -160,25 +160,11 @@ def test_work_that_no_row_needs_is_skipped(
     assert (inputs.draws is not None and inputs.draws.needs_filter) is needs_filter
 
 
-def test_skipping_the_filter_changes_nothing() -> None:
-    """A row draws the same whether or not another row of its batch needs the filter."""
-    logits = random_logits(40, 5)
-    params = [SamplingParams(seed=seed) for seed in range(40)]
-    alone = sample(logits.clone(), sampling_inputs(params, [0] * 40))
-    both = sample(
-        torch.cat((logits, logits[:1])), sampling_inputs([*params, SamplingParams(top_k=3)], [0] * 41)
-    )
-    assert both[:40].tolist() == alone.tolist()
-
-
 class TestUniform:
     def test_golden_values(self) -> None:
         """Frozen: another function would change the sampled text of every seed that a client has kept."""
         values = [uniform(0, 0), uniform(0, 1), uniform(1, 0), uniform(2**63 - 1, 1000)]
         assert values == GOLDEN_UNIFORMS
-
-    def test_it_is_pure(self) -> None:
-        assert [uniform(5, p) for p in range(9)] == [uniform(5, p) for p in range(9)]
 
     @pytest.mark.parametrize("over", ["seeds", "positions"])
     def test_it_is_spread_evenly(self, over: str) -> None:

@@ -1,4 +1,4 @@
-"""A prefill node in a process of its own, killed and stopped in the middle of a transfer."""
+"""A prefill node in a process of its own, killed in the middle of a transfer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
 import pytest
@@ -17,14 +16,13 @@ from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import ReqKey
 from tests.forked import context
 from tests.unit.kvtransfer.link_pair import (
-    BACKENDS,
     RealNode,
     key,
     pattern,
     prefill_process,
     real,
 )
-from tests.unit.kvtransfer.looks import num_live, num_slots_out, peer_states
+from tests.unit.kvtransfer.looks import num_live, num_slots_out
 
 torch.set_num_threads(1)
 NUM_PAGES = 4096  # 128 MB: long enough to die in the middle
@@ -100,7 +98,9 @@ def new_decode() -> Iterator[NewDecode]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["gloo", "shm", "tcp"]
+)  # cuda-ipc has the canary of shm, and tls that of tcp
 def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     new_decode: NewDecode, backend: str
 ) -> None:
@@ -117,20 +117,4 @@ def test_sigkill_in_the_middle_fails_the_transfer_and_a_new_incarnation_works(
     decode.until(lambda: num_slots_out(decode.side) == 0)
     assert not decode.pool.buffer_LSNHPD.any()
     decode.spawn()
-    decode.works()
-
-
-@pytest.mark.processes
-def test_pings_detect_a_stopped_process_and_it_may_come_back(new_decode: NewDecode) -> None:
-    decode = new_decode(replace(real("shm"), peer_timeout_s=5))
-    process = decode.spawn()
-    decode.works()
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    new = decode.open()
-    decode.until(lambda: new in decode.ended)
-    assert isinstance(decode.ended[new], ReceiveFailed)
-    decode.until(lambda: peer_states(decode.side) == {"p1": "silent"})
-    os.kill(process.pid, signal.SIGCONT)
-    decode.until(lambda: num_live(decode.side) == 1)
     decode.works()

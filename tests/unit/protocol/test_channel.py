@@ -125,17 +125,6 @@ def test_peers_that_have_been_silent_longest_are_forgotten(party: MakeParty) -> 
     assert routers[1].hear() == ("n", PONG)
 
 
-def test_one_dialler_of_two_nodes(node: Party, router: Party, party: MakeParty) -> None:
-    second = party("second")
-    router.dial("n1", node.listen())
-    router.dial("n2", second.listen())
-    router.send("n2", Ping(2))
-    router.send("n1", Ping(1))
-    assert (node.hear()[1], second.hear()[1]) == (Ping(1), Ping(2))
-    second.send("router-1", PONG)
-    assert router.hear() == ("n2", PONG)
-
-
 def test_who_dials_before_admission_waits(node: Party, router: Party) -> None:
     address = node.listen(admit=False)
     router.dial("n", address)

@@ -347,18 +347,6 @@ def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> N
         GpuClaim(next(folder.glob("loading")) / "uuid")
 
 
-def test_one_node_loads_at_a_time(tmp_path: Path) -> None:
-    first, second = GpuClaim(tmp_path), GpuClaim(tmp_path)
-    assert first.try_alone()
-    assert not second.try_alone()
-    assert second.loader() == os.getpid()
-    first.done_alone()
-    assert second.try_alone()
-    second.close()  # as the kernel does for a process that dies
-    assert first.try_alone()
-    first.close()
-
-
 def test_weights_that_never_fit_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     host = Host(tmp_path, total=SHAPE.weights_nbytes)
     with pytest.raises(ConfigError, match=r"does not fit on cuda:0: .*weights 0\.00 GiB.*KV pool at"):
@@ -431,13 +419,6 @@ def test_memory_that_others_took_meanwhile_makes_the_pool_smaller(host: Host) ->
     host.time.at.append((0.0, lambda: host.gpu.taken.update(stranger=40 * MIB)))
     node.start()
     assert 59 * MIB - 2 * PAGE < node.nbytes <= 60 * MIB
-
-
-@pytest.mark.parametrize("decodes", [True, False])
-def test_a_prefill_node_whose_role_is_fixed_runs_no_decode_step(host: Host, decodes: bool) -> None:
-    node = host.node(replace(SHAPE, decodes=decodes))
-    node.start()
-    assert any(batch.num_decodes for batch in node.model.forwards) is decodes
 
 
 def test_pages_are_moved_once_in_each_direction_before_a_peer_waits_for_it(host: Host) -> None:
