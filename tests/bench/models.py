@@ -209,7 +209,7 @@ SHAPES = {
     ),
 }
 """llama-4-layers is no known one: it has 32 KiB of KV a token, as Llama 3.2 1B, and few weights. The mixtures have a
-twelfth of their layers and of their vocabulary: as many as an engine with 24 GiB of memory converts."""
+twelfth of their layers and of their vocabulary, since converters hold a model three times."""
 
 
 def random_model(name: str) -> Path:
