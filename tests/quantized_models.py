@@ -197,20 +197,27 @@ def mxfp4() -> tuple[dict[str, Any], Quantize]:
 
 
 def quantize_folder(
-    dense: Path, folder: Path, how: tuple[dict[str, Any], Quantize], *, lm_head: bool = False
+    dense: Path,
+    folder: Path,
+    how: tuple[dict[str, Any], Quantize],
+    *,
+    lm_head: bool = False,
+    keep_dense: bool = True,
 ) -> Path:
     """Write `dense` into `folder` with its projections quantized, and into `folder`/dense what these stand for.
 
-    Where experts share tensors, these are quantized alone.
+    Where experts share tensors, these are quantized alone. Without `keep_dense` the second model is left out.
     """
     config, quantize = how
-    shutil.copytree(dense, folder / "dense")
+    folder.mkdir(parents=True, exist_ok=True)
     tensors, stands_for = Tensors(), Tensors()
     for name, tensor in load_file(dense / "model.safetensors").items():
         layer, is_shared = name.removesuffix(".weight"), config["quant_method"] == "mxfp4"
         is_linear = layer.endswith(("_proj", ".w1", ".w2", ".w3")) or (lm_head and layer == "lm_head")
         if is_linear and (tensor.dim() == 3 or not is_shared):
-            packed, stands_for[name] = quantize(tensor.float())
+            packed, stood_for = quantize(tensor.float())
+            if keep_dense:
+                stands_for[name] = stood_for
             dot = "_" if is_shared else "."
             tensors |= {f"{layer}{dot}{each}": value.contiguous() for each, value in packed.items()}
         else:
@@ -220,6 +227,9 @@ def quantize_folder(
     settings = json.loads((dense / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if not keep_dense:
+        return folder
+    shutil.copytree(dense, folder / "dense")
     contiguous = {name: value.contiguous() for name, value in stands_for.items()}
     save_file(contiguous, folder / "dense" / "model.safetensors", {"format": "pt"})
     return folder

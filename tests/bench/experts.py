@@ -11,7 +11,6 @@ so a step reads experts that no cache has. In turn with the steps, on the same c
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,58 +18,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.cpu_cores import CpuCores
 from shared.engine.resolve import resolve_quantization
-from shared.model.config import ModelConfig, load_model_config
-from shared.model.layer_records import ExpertsMlp
-from shared.model.weights import weights_nbytes
+from shared.model.config import load_model_config
 from tests.bench.forwards import PAGE_SIZE, Forwards
 from tests.bench.limits import StreamingRead
 from tests.bench.machine import usable_cores
-from tests.bench.models import Shape, write_configs
+from tests.bench.models import SHAPES, VOCAB_SIZE, Shape, read_nbytes, write_configs
 from tests.bench.rounds import in_turn
 from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
 
-# https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json has 48 layers and a vocabulary of 151,936.
-SHAPE = Shape(
-    architecture="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
-    hidden_size=2048,
-    num_layers=8,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    intermediate_size=6144,
-    tie_word_embeddings=False,
-)
-EXPERTS = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
-# https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json has 24 layers and a vocabulary of 201,088.
-GPT_OSS_SHAPE = Shape(
-    architecture="GptOssForCausalLM",
-    model_type="gpt_oss",
-    hidden_size=2880,
-    num_layers=4,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    intermediate_size=2880,
-    tie_word_embeddings=False,
-)
-GPT_OSS_EXPERTS = {
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "rope_scaling": {"rope_type": "default"},
-    "quantization_config": {"quant_method": "mxfp4"},
-}
 CONTEXT, STEPS = 64, 8
 
 
@@ -79,14 +39,15 @@ class Mixture(NamedTuple):
 
     model: str
     shape: Shape
-    fields: dict[str, Any]
     quantization: str | None
 
 
+QWEN3 = replace(SHAPES["qwen3-30b-a3b-like"], num_layers=8, vocab_size=VOCAB_SIZE)
+GPT_OSS = replace(SHAPES["gpt-oss-20b-like"], num_layers=4, vocab_size=VOCAB_SIZE)
 MIXTURES = (
-    Mixture("Qwen3-30B-A3B", SHAPE, EXPERTS, "int4"),
-    Mixture("Qwen3-30B-A3B", SHAPE, EXPERTS, "int8"),
-    Mixture("gpt-oss-20b", GPT_OSS_SHAPE, GPT_OSS_EXPERTS, None),
+    Mixture("Qwen3-30B-A3B", QWEN3, "int4"),
+    Mixture("Qwen3-30B-A3B", QWEN3, "int8"),
+    Mixture("gpt-oss-20b", GPT_OSS, None),
 )
 
 
@@ -102,16 +63,14 @@ def main() -> Iterator[dict[str, Any]]:
 def measure(mixture: Mixture, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One engine."""
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "config.json"
-        write_configs(path.parent, mixture.shape)
-        path.write_text(json.dumps(json.loads(path.read_text()) | mixture.fields))
+        write_configs(Path(name), mixture.shape)
         options = ModelOptions(
             model=name,
             load_format="dummy",
             quantization=mixture.quantization,
             cpu_cores=CpuCores(len(cores), tuple(cores)),
         )
-        config = resolve_quantization(options, load_model_config(path.parent))
+        config = resolve_quantization(options, load_model_config(Path(name)))
         forwards = Forwards(
             NodeConfig(
                 model=options,
@@ -120,7 +79,7 @@ def measure(mixture: Mixture, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
             ),
             mixture.shape,
         )
-    read, nbytes = StreamingRead(cores), token_nbytes(config)
+    read, nbytes = StreamingRead(cores), read_nbytes(config, 0)
     try:
         gb_s, step_s = in_turn([read.gb_s, steps_of(forwards)], about_s=10.0)
         yield {
@@ -148,17 +107,6 @@ def steps_of(forwards: Forwards) -> Callable[[], float]:
         return sum(forwards.seconds(replace(step, future_writes=((0, token),))) for token in drawn) / STEPS
 
     return seconds
-
-
-def token_nbytes(config: ModelConfig) -> int:
-    """What a decode step of one token reads of the weights."""
-
-    def chosen(mlp: Any) -> Any:
-        return replace(mlp, experts=mlp.experts[: mlp.top_k]) if isinstance(mlp, ExpertsMlp) else mlp
-
-    read = replace(config, layers=tuple(replace(layer, mlp=chosen(layer.mlp)) for layer in config.layers))
-    embed = config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
-    return weights_nbytes(read, torch.bfloat16) - embed
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "performance.md"
 PAGES = (PAGE, ROOT / "README.md")
 PEERS = (
     "workload engine seconds ttft_ms tpot_ms of_read_limit against_best first_tokens_agree version load_s "
-    "kv_mib weights_mib peak_mib proportional_mib"
+    "kv_mib weights_mib peak_mib proportional_mib reason"
 )
 WORKLOADS = {
     "single": "1 prompt of 512 tokens, 128 out",
@@ -70,10 +70,8 @@ COLUMNS = {
         "longest_pause_p50_ms longest_pause_p99_ms wrong"
     ),
     "cold_start": "command phase seconds",
-    "peers_llama_160m": PEERS,
-    **dict.fromkeys(WEIGHTS, PEERS),
 }
-"""What the page's tables show of the rows; the JSON files have the rest."""
+"""What the page's tables show of the rows, and PEERS of all `peers_`; the JSON files have the rest."""
 
 
 def main() -> None:
@@ -114,7 +112,11 @@ def _generated(name: str, results: Results) -> str:
         return "Not measured."
     result = results[name]
     about = result["machine"]
-    tables = _planner(result) if name == "planner" else _tables(result["rows"], COLUMNS[name].split())
+    if name == "planner":
+        tables = _planner(result)
+    else:
+        columns = PEERS if name.startswith("peers_") else COLUMNS[name]
+        tables = _tables(result["rows"], columns.split())
     lines = [
         f"{about['date']}, {result['seconds']} s, load before it {about['load_before']:g}.",
         "",

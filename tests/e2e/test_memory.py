@@ -28,7 +28,6 @@ WIDE = Shape(
     head_dim=64,
     intermediate_size=6144,
     tie_word_embeddings=False,
-    qk_norm=True,
 )
 """315 MiB of weights in few layers: a second copy of half of them would be over the bound."""
 PROMPT = [3 + i % 500 for i in range(600)]

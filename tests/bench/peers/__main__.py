@@ -25,6 +25,8 @@ from tests.bench.peers.workloads import WORKLOADS
 from tests.bench.suite import measure, save
 from tests.venvs import InstallError
 
+SMALL = ("llama-160m", "qwen3-0.6b", "llama-4-layers")
+
 
 def main() -> int:
     """Measure model after model. 1 when `--install` could not install all."""
@@ -34,10 +36,11 @@ def main() -> int:
         return _install([name for name in options.engines if name in PEERS])
     workloads = [workload for workload in WORKLOADS if workload.name in options.workloads]
     for model in options.models:
+        weights = SHAPES[model].shipped or options.weights
         with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
             of = partial(compare, model, workloads, options.engines, options.rounds, Path(folder))
-            rows = partial(of, weights=options.weights)
-            result = measure(result_name(model, options.weights), rows, summary)
+            rows = partial(of, weights=weights)
+            result = measure(result_name(model, weights), rows, summary)
         print(json.dumps({key: value for key, value in result.items() if key != "rows"}), flush=True)
         if options.save is not None:
             print(f"written to {save(result, options.save)}", file=sys.stderr)
@@ -53,7 +56,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description=__doc__)
     names = [workload.name for workload in WORKLOADS]
     several = partial(parser.add_argument, nargs="+", metavar="NAME")
-    several("--models", choices=SHAPES, default=list(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
+    several(
+        "--models", choices=SHAPES, default=SMALL, help=f"of {', '.join(SHAPES)} (default: the first three)"
+    )
     several("--workloads", choices=names, default=names, help=f"of {', '.join(names)} (default: all)")
     several(
         "--engines", choices=ENGINES, default=list(ENGINES), help=f"of {', '.join(ENGINES)} (default: all)"
@@ -63,7 +68,7 @@ def _options() -> argparse.Namespace:
         choices=WEIGHTS,
         default=WEIGHTS[0],
         help="bf16; int8: W8A8 for Baton and vLLM, INT8 for OpenVINO, Q8_0 for llama.cpp; int4: W4A16, INT4, both in "
-        "groups of 128, Q4_0 and (llamacpp-k) Q4_K_M",
+        "groups of 128, Q4_0 and (llamacpp-k) Q4_K_M. Models that are shipped quantized stay so",
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each workload (default: 3)")
     parser.add_argument("--save", type=Path, metavar="DIR", help="also write DIR/peers_MODEL.json")

@@ -32,7 +32,7 @@ class Peer:
 
     program: str
     formats: Mapping[str, str] = field(default_factory=dict)
-    """Of those that read converted models: what it has for bf16, int8 and int4."""
+    """Of those that read converted models: what it has for bf16, int8, int4 and mxfp4."""
     sources: tuple[str, ...] = ()
     """Packages that are built here, for this CPU."""
 
@@ -58,9 +58,11 @@ LLAMACPP = ("llama-cpp-python==0.3.36",)
 """The bindings bring the sources of llama.cpp."""
 PEERS = {
     "vllm": Peer(program="vllm"),
-    "openvino": Peer(program="openvino", formats={"bf16": "bf16", "int8": "int8", "int4": "int4"}),
+    "openvino": Peer(program="openvino", formats={name: name for name in ("bf16", "int8", "int4", "mxfp4")}),
     "llamacpp": Peer(
-        program="llamacpp", formats={"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}, sources=LLAMACPP
+        program="llamacpp",
+        formats={"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "mxfp4": "MXFP4_MOE"},
+        sources=LLAMACPP,
     ),
     "llamacpp-k": Peer(program="llamacpp", formats={"int4": "Q4_K_M"}, sources=LLAMACPP),
     "transformers": Peer(program="transformers"),
@@ -85,7 +87,7 @@ class Installed:
         return {**os.environ, **OFFLINE, **({"LD_PRELOAD": ":".join(preloaded)} if preloaded else {})}
 
     def converted(self, folder: Path, weights: str) -> Path:
-        """A bfloat16 model as the engine reads it, written once. Raises InstallError where it has no such format."""
+        """A model as the engine reads it, written once. Raises InstallError where it has no such format."""
         name = self.peer.formats.get(weights)
         if name is None:
             raise InstallError(f"it has no format for {weights}")

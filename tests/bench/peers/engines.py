@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import subprocess
 import time
@@ -22,7 +23,7 @@ LOG_TAIL_CHARS = 1500
 
 
 class EngineError(Exception):
-    """An engine did not start, or ended; the message holds the end of its log."""
+    """An engine did not start, or ended; the message holds the first error of its log, and the end of it."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,9 @@ class PeerEngine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            tail = self._log_path.read_text(errors="replace")[-LOG_TAIL_CHARS:]
-            raise EngineError(f"{self.name} ended: {tail}")
+            log = self._log_path.read_text(errors="replace")
+            first = re.search(r"\w*Error: .*", log)
+            raise EngineError(f"{self.name} ended: {first[0] if first else ''}\n{log[-LOG_TAIL_CHARS:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

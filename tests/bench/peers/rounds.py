@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.bench.models import Shape
+from shared.model.config import ModelConfig
+from tests.bench.models import SHAPES, read_nbytes
 from tests.bench.peers.catalog import BATONS, PEERS
 from tests.bench.peers.engines import Answers, Engine, Memory
 from tests.bench.peers.workloads import SINGLE, Workload
 from tests.bench.stats import figure, ratios, significant
-from tests.bench.weight_bits import weight_nbytes
 
 MIB = 1 << 20
 
@@ -44,14 +44,14 @@ class Rounds:
         ]
 
 
-def read_limit_s(shape: Shape, weights: str, workload: Workload, read_gb_s: float) -> float:
+def read_limit_s(config: ModelConfig, workload: Workload, read_gb_s: float) -> float:
     """Shortest time of a decode step of one stream, half-way through its output: weights and KV are read once."""
     context = workload.prompt_tokens + workload.output_tokens // 2
-    return (weight_nbytes(shape, weights) + context * shape.kv_nbytes) / read_gb_s / 1e9
+    return read_nbytes(config, context) / read_gb_s / 1e9
 
 
 def workload_rows(
-    model: str, shape: Shape, weights: str, workload: Workload, measured: Mapping[str, Rounds]
+    model: str, config: ModelConfig, workload: Workload, measured: Mapping[str, Rounds]
 ) -> Iterator[dict[str, Any]]:
     """A row for each engine: medians, and for what is compared how far the rounds were apart."""
     best = best_peer({name: rounds.seconds for name, rounds in measured.items()})
@@ -63,7 +63,7 @@ def workload_rows(
         row["output_tokens_s"] = _median([workload.num_outputs / s for s in rounds.seconds])
         row["ttft_ms"] = _median([1e3 * s for s in rounds.ttft_s])
         if workload.name == SINGLE:
-            limits = [read_limit_s(shape, weights, workload, gb_s) for gb_s in rounds.read_gb_s]
+            limits = [read_limit_s(config, workload, gb_s) for gb_s in rounds.read_gb_s]
             row["tpot_ms"] = _median([1e3 * s for s in rounds.token_s])
             row["read_gb_s"] = _median(rounds.read_gb_s)
             row |= figure("of_read_limit", ratios(limits, rounds.token_s))
@@ -75,7 +75,7 @@ def workload_rows(
 
 
 def engine_row(
-    model: str, shape: Shape, weights: str, engine: Engine, load_s: float, loaded: Memory, kv_tokens: int
+    model: str, config: ModelConfig, engine: Engine, load_s: float, loaded: Memory, kv_tokens: int
 ) -> dict[str, Any]:
     """Its version, and its memory beside the least that weights and KV pool take."""
     used = engine.memory()
@@ -86,8 +86,8 @@ def engine_row(
         "version": engine.version,
         "load_s": significant(load_s),
         "kv_tokens": kv_tokens,
-        "kv_mib": round(kv_tokens * shape.kv_nbytes / MIB),
-        "weights_mib": round(weight_nbytes(shape, weights) / MIB),
+        "kv_mib": round(kv_tokens * SHAPES[model].kv_nbytes / MIB),
+        "weights_mib": round(read_nbytes(config, 0) / MIB),
         "loaded_peak_mib": round(loaded.peak / MIB),
         "peak_mib": round(used.peak / MIB),
         "proportional_mib": round(used.proportional / MIB),
