@@ -92,13 +92,19 @@ def native_model(folder: Path, config: ModelConfig, num_threads: int, flags: Seq
 
 
 def kv_pool(
-    config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device = CPU
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    num_layers: int | None = None,
 ) -> TokenToKVPool:
-    """A pool of KV pages for a model."""
+    """A pool of KV pages for a model, or for `num_layers` of its layers."""
     return TokenToKVPool(
         num_pages=num_pages,
         page_size=page_size,
-        num_layers=config.num_layers,
+        num_layers=config.num_layers if num_layers is None else num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,

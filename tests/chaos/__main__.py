@@ -1,6 +1,7 @@
 """`make chaos`: long runs of what may go wrong. ARGS name the parts to run; without any, all of them run.
 
-`matrix:tcp,tls` is the part `matrix` over these transports alone.
+`matrix:tcp,tls` is the part `matrix` over these transports alone, `matrix:shm,mixture` over that one with this model,
+`planted:dense` the part `planted` with that one. The models are dense, w8a8 and mixture.
 
 Each part is a module of this folder with a function `run`, which yields results and raises AssertionError when Baton
 has failed. Results are JSON lines on stdout. The exit code is 1 when a part has failed.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.fault.matrix.cells import CELLS, PARTITIONS, Cell, Fault, Transport, why_not
-from tests.fault.matrix.fleet_nodes import make_matrix_models
+from tests.fault.matrix.fleet_nodes import MODELS, Model, make_served
 from tests.fault.matrix.holding import Stage
 from tests.fault.matrix.matrix import Matrix, Times, matrix_over
 from tests.fault.matrix.namespaces import why_no_namespaces
@@ -18,26 +18,26 @@ CELL_PATIENCE_S = 180.0
 BEGIN, END = "<!-- matrix: written by `make chaos ARGS=matrix` -->", "<!-- end of matrix -->"
 
 
-def run(*transports: str) -> Iterator[dict[str, object]]:
-    """Every cell of these transports, or of all if none is named.
+def run(*words: str) -> Iterator[dict[str, object]]:
+    """Every cell of the transports that are named, or of all; with the `Model` that is named, or that of each.
 
-    The table is written when all cells have run; a cell that failed is in it too.
+    The table is written when all cells have run with theirs; a cell that failed is in it too.
     """
     results: dict[Cell, Times | str] = {}
-    chosen = [Transport(name) for name in transports] or list(Transport)
+    named = [Model(word) for word in words if word not in set(Transport)]
+    chosen = [Transport(word) for word in words if word in set(Transport)] or list(Transport)
     with tempfile.TemporaryDirectory(prefix="baton-matrix-") as name:
         folder = Path(name)
-        models = make_matrix_models(folder)
+        models = dict.fromkeys(Transport, named[0]) if named else MODELS
         for transport in chosen:
-            with matrix_over(
-                transport, folder / transport, models[transport], patience_s=CELL_PATIENCE_S
-            ) as matrix:
+            model = make_served(folder / transport / "model", models[transport])
+            with matrix_over(transport, folder / transport, model, patience_s=CELL_PATIENCE_S) as matrix:
                 for cell in [cell for cell in CELLS if cell.transport is transport]:
                     start = time.monotonic()
                     results[cell] = _run_cell(matrix, cell)
                     seconds = round(time.monotonic() - start, 1)
                     yield {"cell": str(cell), "result": str(results[cell]), "seconds": seconds}
-    if set(chosen) == set(Transport):
+    if set(chosen) == set(Transport) and not named:
         _write(results)
     failed = {str(cell): result for cell, result in results.items() if str(result).startswith("failed")}
     assert not failed, failed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.fault.matrix.cells import Transport
 from tests.fault.matrix.finding import find
-from tests.fault.matrix.fleet_nodes import make_matrix_model
+from tests.fault.matrix.fleet_nodes import Model, make_served
 from tests.fault.matrix.matrix import Matrix
 from tests.fault.matrix.plants import PLANTS
 from tests.processes import print_logs
@@ -18,14 +18,15 @@ PLANTED_PATIENCE_S = 30.0
 """What has not come back by then is lost: that is how some faults are found."""
 
 
-def run() -> Iterator[dict[str, object]]:
-    """One after the other, on a fleet that must be whole again behind each."""
+def run(model: str = Model.MIXTURE) -> Iterator[dict[str, object]]:
+    """One after the other, on a fleet that must be whole again behind each; `model` names a `Model`."""
     missed = {}
+    plants = [plant for plant in PLANTS.values() if model == Model.MIXTURE or not plant.of_windows]
     with tempfile.TemporaryDirectory(prefix="baton-planted-") as name:
         folder = Path(name)
-        model = make_matrix_model(folder / "model")
-        with Matrix(folder / "fleet", model, Transport.SHM, patience_s=PLANTED_PATIENCE_S) as matrix:
-            for plant in PLANTS.values():
+        served = make_served(folder / "model", Model(model))
+        with Matrix(folder / "fleet", served, Transport.SHM, patience_s=PLANTED_PATIENCE_S) as matrix:
+            for plant in plants:
                 start = time.monotonic()
                 found = ""
                 try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.fault.matrix.cells import CELLS, PARTITIONS, Cell, Fault, Transport
-from tests.fault.matrix.fleet_nodes import make_matrix_models
+from tests.fault.matrix.fleet_nodes import MODELS, make_served
 from tests.fault.matrix.holding import Stage
 from tests.fault.matrix.matrix import Matrix, matrix_over
 from tests.fault.matrix.namespaces import why_no_namespaces
@@ -57,6 +56,8 @@ CUT = [
             (Fault.PREFILL_KILLED, Stage.TRANSFERRING),
             (Fault.LINK_LOST, Stage.MOVING),
             (Fault.CUT_APART, Stage.TRANSFERRING),
+            (Fault.DECODE_KILLED, Stage.RETRACTED),
+            (Fault.NONE, Stage.DRAINING),
         ),
         Transport.TLS: (
             (Fault.LINK_LOST, Stage.TRANSFERRING),
@@ -69,14 +70,7 @@ CUT = [
 
 
 @pytest.fixture(scope="module")
-def matrix_models(tmp_path_factory: pytest.TempPathFactory) -> dict[Transport, Path]:
-    return make_matrix_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def over(
-    matrix_models: dict[Transport, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[Transport], Matrix]]:
+def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Transport], Matrix]]:
     """The fleet over a transport. There is one at a time: it ends when the next is asked for."""
     with contextlib.ExitStack() as running:
         fleets: dict[Transport, Matrix] = {}
@@ -86,9 +80,8 @@ def over(
                 fleets.clear()
                 running.close()
                 folder = tmp_path_factory.mktemp(f"matrix-{transport}")
-                fleets[transport] = running.enter_context(
-                    matrix_over(transport, folder, matrix_models[transport])
-                )
+                model = make_served(folder / "model", MODELS[transport])
+                fleets[transport] = running.enter_context(matrix_over(transport, folder, model))
             return fleets[transport]
 
         yield fleet

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fault.matrix.cells import Transport
 from tests.fault.matrix.finding import find
-from tests.fault.matrix.fleet_nodes import make_matrix_model
+from tests.fault.matrix.fleet_nodes import Model, make_served
 from tests.fault.matrix.matrix import Matrix
 from tests.fault.matrix.plants import PLANTS, Plant
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     folder = tmp_path_factory.mktemp("planted")
-    with Matrix(folder, make_matrix_model(folder / "model"), Transport.SHM) as matrix:
+    with Matrix(folder, make_served(folder / "model", Model.MIXTURE), Transport.SHM) as matrix:
         yield matrix
         matrix.fleet.stop()
 

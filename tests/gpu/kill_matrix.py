@@ -8,7 +8,7 @@ import pytest
 
 from tests.device import device
 from tests.fault.matrix.cells import Cell, Fault
-from tests.fault.matrix.fleet_nodes import Computing, computing_here, make_matrix_model
+from tests.fault.matrix.fleet_nodes import Computing, Model, computing_here, make_served
 from tests.fault.matrix.holding import Stage
 from tests.fault.matrix.matrix import Matrix
 
@@ -17,7 +17,7 @@ TRANSPORT = "cuda-ipc" if ON_A_GPU else "shm"
 GPU = Computing(
     (
         *("--device", "cuda", "--dtype", "bfloat16", "--attention-backend", "triton", "--exact"),
-        *("--cuda-graph-max-bs", "8", "--mem-fraction-static", "0.2"),
+        *("--cuda-graph-max-bs", "8", "--mem-fraction-static", "0.2", "--kv-cache-dtype", "int8"),
     ),
     0,
 )
@@ -35,7 +35,7 @@ PATIENCE_S = 60.0
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     root = tmp_path_factory.mktemp("matrix")
-    model = make_matrix_model(root / "model", head_dim=64)
+    model = make_served(root / "model", Model.DENSE, head_dim=64)
     computing = GPU if ON_A_GPU else computing_here()
     with Matrix(root / "fleet", model, TRANSPORT, computing=computing, patience_s=PATIENCE_S) as matrix:
         yield matrix

@@ -2,7 +2,7 @@
 
 In bf16 and with quantized weights: of one sequence, every cut into extends and decode steps, beside any other
 sequences, with any page size and number of threads, leaves the KV of one extend over all of it. Each cut ends with
-the logits of an extend up to there.
+the logits of an extend up to there. Layers with windows have pages of their own in the cuts, and not in that extend.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -29,7 +29,10 @@ from shared.engine.resolve import resolve_quantization
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.row_codes import split_codes
+from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 from shared.model.config import ModelConfig, load_model_config
+from shared.protocol.messages import first_window_page
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.kernels.cpu.conftest import BUILDS
 from tests.modelzoo import make_model, random_prompt
@@ -53,6 +56,7 @@ QUANTIZED = {
     "qwen3-gptq-weight-only": ("qwen3", lambda: gptq(4, 32, desc_act=True)),
     "qwen3moe-int4": ("qwen3moe", lambda: None),
     "mixtral-gptq": ("mixtral", lambda: gptq(4, 32, desc_act=True)),
+    "gptoss-int4": ("gptoss", lambda: None),
     "gptoss-mxfp4": ("gptoss", mxfp4),
     "gptoss-mxfp4-weight-only": ("gptoss", mxfp4),
     "qwen3-kv-int8": ("qwen3", lambda: None),
@@ -86,11 +90,25 @@ class Engine:
         page_size: int,
         device: torch.device,
         kv_dtype: torch.dtype = torch.bfloat16,
+        has_windows: bool = False,
     ) -> None:
+        """With `has_windows`, layers with windows have a pool, and pages that are numbered from the other end."""
         self.page_size, pages_a_row = page_size, -(-(LENGTH + 1) // page_size)
         shuffled = np.random.default_rng(page_size).permutation(NUM_ROWS * pages_a_row)
         self.tables = (1 + shuffled).astype(np.int32).reshape(NUM_ROWS, pages_a_row)
-        self.pool = kv_pool(config, 1 + NUM_ROWS * pages_a_row, page_size, kv_dtype, device)
+        self.num_pages = 1 + NUM_ROWS * pages_a_row
+        self.window = config.longest_window if has_windows else None
+        self.layer_windows = tuple(window is not None for window in config.windows)
+
+        def pool(num_layers: int) -> TokenToKVPool:
+            return kv_pool(config, self.num_pages, page_size, kv_dtype, device, num_layers=num_layers)
+
+        self.pool: AnyKVPool = pool(config.num_layers)
+        if self.window is not None:
+            num_windows = sum(self.layer_windows)
+            self.pool = WindowedKVPool(
+                pool(config.num_layers - num_windows), pool(num_windows), self.layer_windows
+            )
         self.future_map = FutureMap(NUM_ROWS, device)
         limits = ForwardLimits(num_rows=NUM_ROWS, context_length=LENGTH + 1, max_tokens=2 * LENGTH)
         self.backend = model.bind(self.pool, Progress(), limits)
@@ -99,9 +117,13 @@ class Engine:
         """Logits of extends, and of decode steps of the next token of IDS by (row, start)."""
         for row, start in decodes.items():
             self.future_map.last_token_R[row] = IDS[start]
-        forwarded = self.backend.forward(
-            batch_over(self.tables, self.page_size, extends, decodes), self.future_map
-        )
+        batch = batch_over(self.tables, self.page_size, extends, decodes)
+        if self.window is not None:
+            first_B = [first_window_page(start, self.window, self.page_size) for start in batch.starts_B]
+            is_kept_BP = np.arange(batch.page_table_BP.shape[1]) >= np.array(first_B)[:, None]
+            table_BP = np.where(is_kept_BP, self.num_pages - batch.page_table_BP, 0).astype(np.int32)
+            batch = replace(batch, window_table_BP=table_BP)
+        forwarded = self.backend.forward(batch, self.future_map)
         assert forwarded.logits_SV is not None
         return forwarded.logits_SV.clone()
 
@@ -112,7 +134,13 @@ class Engine:
     def kv(self, row: int, length: int) -> torch.Tensor:
         """The bits of K and V of a row, [layer, K or V, token, head, dim]."""
         page_ids = torch.from_numpy(self.tables[row].astype(np.int64)).to(self.pool.device)
-        pages = self.pool.buffer_LSNHPD[:, :, page_ids]
+        ids_of = page_ids, page_ids if self.window is None else self.num_pages - page_ids
+        pages = torch.stack(
+            [
+                torch.stack(self.pool.layer_kv(layer))[:, ids_of[has_window]]
+                for layer, has_window in enumerate(self.layer_windows)
+            ]
+        )
         if pages.dtype == torch.int8:
             codes, scales = split_codes(pages)
             pages = torch.cat([codes, scales[..., None].contiguous().view(torch.int8)], -1)
@@ -176,10 +204,10 @@ class Native:
     options: ModelOptions
     kv_dtype: torch.dtype
 
-    def engine(self, num_threads: int, page_size: int) -> Engine:
+    def engine(self, num_threads: int, page_size: int, *, has_windows: bool) -> Engine:
         config = resolve_quantization(self.options, load_model_config(self.folder))
         model = native_model(self.folder, config, num_threads, self.flags)
-        return Engine(config, model, page_size, CPU, self.kv_dtype)
+        return Engine(config, model, page_size, CPU, self.kv_dtype, has_windows)
 
 
 @pytest.fixture(scope="module", params=[name for name in BUILDS if name != "plain-avx2"])
@@ -202,7 +230,7 @@ def native(request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequ
 @pytest.fixture(scope="module")
 def expected(native: Native) -> Iterator[Expected]:
     try:
-        engine = native.engine(num_threads=1, page_size=16)
+        engine = native.engine(num_threads=1, page_size=16, has_windows=False)
     except NativeUnavailable as reason:
         pytest.skip(f"NO NATIVE KERNELS: {reason}")
     with closing(engine):
@@ -216,7 +244,7 @@ def test_every_cut_gives_the_same_bits(native: Native, expected: Expected) -> No
     @given(cut=cuts, num_threads=st.integers(1, 3), page_size=st.sampled_from([1, 16, 48]))
     @settings(max_examples=4 if native.flags == BUILDS["emulated-amx"] else 15)  # emulation takes its time
     def check(cut: list[Piece], num_threads: int, page_size: int) -> None:
-        with closing(native.engine(num_threads, page_size)) as engine:
+        with closing(native.engine(num_threads, page_size, has_windows=True)) as engine:
             assert_same_bits(engine, expected, cut)
 
     check()

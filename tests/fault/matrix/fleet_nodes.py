@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,7 @@ class HeldNode(Node):
         network: Namespaces | None = None,
     ) -> None:
         host = network.address(name) if network is not None else HOST
-        kv_dtype = "auto" if transport == Transport.SHM else "int8"
-        links = (*link_flags(transport, free_port()), "--kv-cache-dtype", kv_dtype)
+        links = link_flags(transport, free_port())
         super().__init__(folder, role, name, "--host", host, "--insecure", *links, *flags)
         self.address = f"{host}:{self.port}"
         self._namespace = network.name_of(name) if network is not None else ""
@@ -113,13 +113,43 @@ def computing_here() -> Computing:
     return NATIVE
 
 
-def make_matrix_model(folder: Path, **overrides: int) -> Path:
-    """The model that the fleet serves."""
-    return make_model(folder, "llama", dtype="bfloat16", num_hidden_layers=4, **overrides)
+class Model(StrEnum):
+    """What a fleet serves."""
+
+    DENSE = "dense"
+    """In bf16."""
+    W8A8 = "w8a8"
+    """The same model in int8, and its KV too."""
+    MIXTURE = "mixture"
+    """Experts in int4, and a window of 24 tokens in every second layer."""
 
 
-def make_matrix_models(folder: Path) -> dict[Transport, Path]:
-    """The model of each transport: bf16 over shared memory, else W8A8 (with KV of int8)."""
-    dense = make_matrix_model(folder / "dense")
-    w8a8 = quantize_folder(dense, folder / "w8a8", compressed_tensors(8, activations=True))
-    return {transport: dense if transport is Transport.SHM else w8a8 for transport in Transport}
+MODELS = {
+    Transport.SHM: Model.DENSE,
+    Transport.GLOO: Model.W8A8,
+    Transport.TCP: Model.MIXTURE,
+    Transport.TLS: Model.W8A8,
+}
+"""What the fleet over each transport serves."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model as nodes are told of it."""
+
+    folder: Path
+    flags: tuple[str, ...] = ()
+
+
+def make_served(folder: Path, model: Model, **overrides: int) -> Served:
+    """Write a model; `overrides` are config.json's fields."""
+    architecture = "gptoss" if model is Model.MIXTURE else "llama"
+    dense = make_model(folder / "dense", architecture, dtype="bfloat16", num_hidden_layers=4, **overrides)
+    match model:
+        case Model.DENSE:
+            return Served(dense)
+        case Model.W8A8:
+            w8a8 = quantize_folder(dense, folder / "w8a8", compressed_tensors(8, activations=True))
+            return Served(w8a8, ("--kv-cache-dtype", "int8"))
+        case Model.MIXTURE:
+            return Served(dense, ("--quantization", "int4"))

@@ -22,6 +22,7 @@ from tests.fault.matrix.fleet_nodes import (
     OVER_HOSTILE_NETWORKS,
     Computing,
     HeldNode,
+    Served,
     computing_here,
     make_fleet_key,
 )
@@ -83,7 +84,7 @@ class Times:
 
 @contextlib.contextmanager
 def matrix_over(
-    transport: Transport, folder: Path, model: Path, *, patience_s: float = PATIENCE_S
+    transport: Transport, folder: Path, model: Served, *, patience_s: float = PATIENCE_S
 ) -> Iterator[Matrix]:
     """A fleet over `transport`, which ends well with the block.
 
@@ -121,7 +122,7 @@ class Matrix:
     def __init__(
         self,
         folder: Path,
-        model: Path,
+        model: Served,
         transport: str,
         *,
         network: Namespaces | None = None,
@@ -136,9 +137,9 @@ class Matrix:
         self._transport = transport
         self.fleet = Fleet(
             folder,
-            model,
+            model.folder,
             "1P2D",
-            flags=(*NODE_FLAGS, *self._computing.flags, *key),
+            flags=(*NODE_FLAGS, *self._computing.flags, *model.flags, *key),
             decode_flags=DECODE_FLAGS,
             router_flags=(*ROUTER_FLAGS, *key),
             new_node=functools.partial(HeldNode, transport=transport, network=network),

@@ -19,6 +19,8 @@ from shared.engine import collect_sampling
 from shared.engine.loop_parts import NodeParts
 from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
+from shared.kvcache.pools import TokenToKVPool
+from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 from shared.kvtransfer.layout import Chunk
 from shared.protocol.messages import Cancel, Decode, Prefill, ReqKey
 from shared.protocol.router_port import FromRouter
@@ -51,45 +53,58 @@ class Plant:
     """The cell that fails. None: the fault shows in every request, so that no other one is needed."""
     lasts: bool = False
     """Whether the fleet has to be started anew behind it."""
+    of_windows: bool = False
+    """Whether it acts where layers with windows have pages of their own, and nowhere else."""
+
+
+def groups(pool: AnyKVPool) -> tuple[TokenToKVPool, ...]:
+    """The pool of each group of layers."""
+    return (pool.full, pool.window) if isinstance(pool, WindowedKVPool) else (pool,)
+
+
+def overwrite(pool: AnyKVPool, page_ids: Sequence[int], first_layer: int, num_layers: int) -> None:
+    """Fill pages of layers of one group with 3.0, which has the same bytes in bfloat16, in float32 and in scales."""
+    nbytes = pool.gather_nbytes(len(page_ids), num_layers)
+    pool.scatter(page_ids, first_layer, num_layers, torch.full((nbytes,), 0x40, dtype=torch.uint8))
 
 
 def page_not_sent(parts: NodeParts, is_active: IsActive) -> None:
     """The first bytes of each message stay what they were."""
-    gather = parts.engine.pool.gather
+    for pool in groups(parts.engine.pool):
 
-    def faulty(page_ids: Sequence[int], first: int, num: int, payload: torch.Tensor, *seed: int) -> Any:
-        digest = gather(page_ids, first, num, payload, *seed)
-        if is_active():
-            payload[: payload.numel() // 2].zero_()
-        return digest
+        def faulty(*arguments: Any, gather: Callable[..., Any] = pool.gather) -> Any:
+            digest, payload = gather(*arguments), arguments[3]
+            if is_active():
+                payload[: payload.numel() // 2].zero_()
+            return digest
 
-    hold(parts.engine.pool, "gather", faulty)
+        hold(pool, "gather", faulty)
 
 
 def page_index_off_by_one(parts: NodeParts, is_active: IsActive) -> None:
     """Each page is read from its neighbour's place."""
-    gather = parts.engine.pool.gather
+    for pool in groups(parts.engine.pool):
 
-    def faulty(page_ids: Sequence[int], *rest: Any) -> Any:
-        return gather([page - is_active() for page in page_ids], *rest)
+        def faulty(page_ids: Sequence[int], *rest: Any, gather: Callable[..., Any] = pool.gather) -> Any:
+            return gather([page - is_active() for page in page_ids], *rest)
 
-    hold(parts.engine.pool, "gather", faulty)
+        hold(pool, "gather", faulty)
 
 
 def late_write(parts: NodeParts, is_active: IsActive) -> None:
     """With each message, the pages of the last one of another request are written again, whosever they are."""
-    receiver, buffer = parts.transfer.receiver, parts.engine.pool.buffer_LSNHPD
+    receiver, pool = parts.transfer.receiver, parts.engine.pool
     begin_scatter = receiver.begin_scatter
-    last: list[tuple[ReqKey, list[int]]] = []
+    last: list[tuple[ReqKey, Chunk, list[int]]] = []
 
     def faulty(key: ReqKey, chunk: Chunk) -> list[int] | None:
         page_ids = begin_scatter(key, chunk)
         if is_active():
-            for other, pages in last:
+            for other, late, pages in last:
                 if other != key:
-                    buffer[:, :, pages] = 3
+                    overwrite(pool, pages, late.first_layer, late.num_layers)
         if page_ids is not None:
-            last[:] = [(key, page_ids)]
+            last[:] = [(key, chunk, page_ids)]
         return page_ids
 
     hold(receiver, "begin_scatter", faulty)
@@ -221,26 +236,72 @@ class _Matches:
 def digest_ignored(parts: NodeParts, is_active: IsActive) -> None:
     """Half of each message is never written, and what arrives is not compared with its digest."""
     page_not_sent(parts, is_active)
-    scatter = parts.engine.pool.scatter
+    for pool in groups(parts.engine.pool):
 
-    def faulty(*arguments: Any) -> Any:
-        digest = scatter(*arguments)
-        return _Matches() if is_active() else digest
+        def faulty(*arguments: Any, scatter: Callable[..., Any] = pool.scatter) -> Any:
+            digest = scatter(*arguments)
+            return _Matches() if is_active() else digest
 
-    hold(parts.engine.pool, "scatter", faulty)
+        hold(pool, "scatter", faulty)
 
 
 def moved_pages_given_away(parts: NodeParts, is_active: IsActive) -> None:
     """The pages of a move belong to another request once they are offered, not once the move is done."""
-    sender, buffer = parts.transfer.sender, parts.engine.pool.buffer_LSNHPD
-    offer = sender.offer
+    sender, offer = parts.transfer.sender, parts.transfer.sender.offer
 
-    def faulty(key: ReqKey, page_ids: Sequence[int]) -> None:
-        if is_active():
-            buffer[:, :, list(page_ids)] = 0
-        offer(key, page_ids)
+    def faulty(key: ReqKey, *page_ids: Sequence[int]) -> None:
+        for pool, of_group in zip(groups(parts.engine.pool), page_ids, strict=False):
+            if is_active():
+                overwrite(pool, of_group, 0, pool.num_layers)
+        offer(key, *page_ids)
 
     hold(sender, "offer", faulty)
+
+
+def window_page_of_the_other_table(parts: NodeParts, is_active: IsActive) -> None:
+    """What arrives for layers with windows is written to the window pages that have the numbers of the pages."""
+    num_full, receiver = groups(parts.engine.pool)[0].num_layers, parts.transfer.receiver
+    begin_scatter = receiver.begin_scatter
+
+    def faulty(key: ReqKey, chunk: Chunk) -> list[int] | None:
+        page_ids, transfer = begin_scatter(key, chunk), receiver.transfers.get(key)
+        if page_ids is None or transfer is None or not is_active() or chunk.first_layer < num_full:
+            return page_ids
+        first = chunk.first_page - transfer.prefix_pages
+        return transfer.page_ids[first : first + chunk.num_pages]
+
+    hold(receiver, "begin_scatter", faulty)
+
+
+def views_of_different_length(parts: NodeParts, is_active: IsActive) -> None:
+    """What arrives for layers with windows is written to the buffer of the others, in pages counted as its own."""
+    pool = parts.engine.pool
+    if not isinstance(pool, WindowedKVPool):
+        return
+    window, full_bytes = pool.window, pool.full._pages_RPN.view(-1)
+    scatter = window.scatter
+
+    def faulty(
+        page_ids: Sequence[int], first: int, num: int, payload: torch.Tensor, seed: int | None = None
+    ) -> int:
+        if not is_active():
+            return scatter(page_ids, first, num, payload, seed)
+        view_RPN = full_bytes[: window.nbytes].view(window._pages_RPN.shape)
+        return window.mover.scatter(view_RPN, range(2 * first, 2 * (first + num)), page_ids, payload, seed)
+
+    hold(window, "scatter", faulty)
+
+
+def window_page_freed_early(parts: NodeParts, is_active: IsActive) -> None:
+    """A window slides as if the last page were full: its first page goes before the step that sees it last."""
+    ledger = parts.engine.ledger
+    slide = ledger.slide
+
+    def faulty(kv: ReqKV, num_tokens: int | None = None) -> None:
+        end = kv.kv_committed_len if num_tokens is None else num_tokens
+        slide(kv, ledger.pages_for(end) * ledger.page_size if is_active() else num_tokens)
+
+    hold(ledger, "slide", faulty)
 
 
 def token_sent_twice(parts: NodeParts, is_active: IsActive) -> None:
@@ -349,6 +410,20 @@ PLANTS = {
             FAILED,
             "handoff (of|digest)",
             cell=_cell(Fault.NONE, Stage.MOVING),
+        ),
+        Plant(
+            "a window page written through the table of the other layers",
+            _D,
+            window_page_of_the_other_table,
+            of_windows=True,
+        ),
+        Plant("views of different length over one buffer", _D, views_of_different_length, of_windows=True),
+        Plant(
+            "a window page freed one step early",
+            _D,
+            window_page_freed_early,
+            finding=rf"{TOKENS_DIFFER}|^n2: .* != ",  # logprobs, at least
+            of_windows=True,
         ),
     )
 }
