@@ -66,13 +66,8 @@ def rig_of(decoder: Decoder, product: Linear | None) -> tuple[Rig, AnyKVPool]:
     """By Triton's kernels with these products, over a pool for each group of layers, or by torch."""
 
     def pool_of(num_layers: int) -> TokenToKVPool:
-        return kv_pool(
-            replace(decoder.config, layers=decoder.config.layers[:num_layers]),
-            NUM_PAGES,
-            PAGE_SIZE,
-            torch.float32,
-            device(),
-        )
+        of_rows = NUM_PAGES, PAGE_SIZE, torch.float32, device()
+        return kv_pool(decoder.config, *of_rows, num_layers=num_layers)
 
     pool: AnyKVPool = pool_of(len(windows := decoder.config.windows))
     kernels, make_backend, progress = torch_kernels(device()), TorchBackend, Progress()
