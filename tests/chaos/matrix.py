@@ -25,6 +25,7 @@ def run(*words: str) -> Iterator[dict[str, object]]:
     """
     results: dict[Cell, Times | str] = {}
     named = [Model(word) for word in words if word not in set(Transport)]
+    assert len(named) <= 1, f"one model at a time, not {named}"
     chosen = [Transport(word) for word in words if word in set(Transport)] or list(Transport)
     with tempfile.TemporaryDirectory(prefix="baton-matrix-") as name:
         folder = Path(name)
