@@ -155,18 +155,18 @@ def _planner(result: Mapping[str, Any]) -> list[str]:
 
 def _speed(results: Results) -> str:
     """Seconds of each workload, and how many times as fast that is as the best other engine of the same rounds."""
-    about = results["peers_qwen3_0_6b"]["machine"]
-    machine = f"{about['cores']} cores of {about['cpu']} ({', '.join(about['cpu_flags'][1:])})"
     itl = {row["fleet"]: f"{row['itl_p99_ms']:g} ms" for row in results["interference"]["rows"]}
     beside = "Llama-160M: p99 between tokens of 8 streams, beside prompts of 2048 tokens"
-    lines = [f"On {machine}, Qwen3-0.6B's shape:"]
+    lines = ["Qwen3-0.6B's shape."]
     for name, what in WEIGHTS.items():
         if name not in results:
             continue
         table = _speed_table(results[name])
         if name == "peers_qwen3_0_6b":
             table.append([beside, itl["0P1D"], itl["1P1D"], *["–"] * (len(table[0]) - 3)])
-        lines += ["", f"{what[0].upper()}{what[1:]}:", "", *(f"| {' | '.join(row)} |" for row in table)]
+        about = results[name]["machine"]
+        machine = f"{about['cores']} cores of {about['cpu']} ({', '.join(about['cpu_flags'][1:])})"
+        lines += ["", f"{what[0].upper()}{what[1:]}, on {machine}:", "", *(f"| {' | '.join(row)} |" for row in table)]
     return "\n".join(lines)
 
 
