@@ -397,15 +397,16 @@ class Dispatcher:
     def _refuse_late(self, route: Route) -> None:
         """Raise RequestError if the first token would come too late, and would come sooner without other requests.
 
-        While the decode node is full, the request waits for its turn, at the rate at which first tokens come, as the
-        prefill node goes on with earlier prompts: the longer of both waits counts.
+        The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
+        of both waits counts.
         """
         limit_s, first_token = self._ttft_limit_s, route.first_token
         if limit_s is None or first_token is None:
             return
         wait_s = first_token.wait_s
-        if route.decode is not None and self._view.is_full(route.decode, route.num_pages):
-            wait_s = max(wait_s, self.queue.wait_s(len(self.queue)))
+        if route.decode is not None:
+            place_s = self._view.place_wait_s(route.decode, route.num_pages, first_token.compute_s)
+            wait_s = max(wait_s, place_s)
         seconds = wait_s + first_token.compute_s
         if seconds <= limit_s or not wait_s:
             return
@@ -619,7 +620,7 @@ class Dispatcher:
             if node is not req.attempt.finished_by:
                 node.send(message)
         if req.attempt.nodes:
-            self._view.ended(req.attempt)
+            self._view.ended(req.attempt, goes_on=not req.ended)
         req.attempt.holders = []
 
 

@@ -94,7 +94,7 @@ class Moves:
         for other in (*req.attempt.holders, *moving.holders):
             if other is not node:
                 other.send(Cancel(moving.key))
-        self._view.ended(moving)
+        self._view.ended(moving, goes_on=True)
         self._metrics.count("baton:num_failed_moves")
 
     def _switch(self, req: RunningReq, *, awaited: int) -> None:
@@ -103,7 +103,7 @@ class Moves:
         assert moving is not None
         for node in source.holders:
             node.send(Cancel(source.key))
-        self._view.ended(source)
+        self._view.ended(source, goes_on=True)
         source.holders = []
         req.attempts.append(moving)
         req.moving, req.left, req.left_until = None, source, awaited

@@ -166,7 +166,12 @@ def _speed(results: Results) -> str:
             table.append([beside, itl["0P1D"], itl["1P1D"], *["–"] * (len(table[0]) - 3)])
         about = results[name]["machine"]
         machine = f"{about['cores']} cores of {about['cpu']} ({', '.join(about['cpu_flags'][1:])})"
-        lines += ["", f"{what[0].upper()}{what[1:]}, on {machine}:", "", *(f"| {' | '.join(row)} |" for row in table)]
+        lines += [
+            "",
+            f"{what[0].upper()}{what[1:]}, on {machine}:",
+            "",
+            *(f"| {' | '.join(row)} |" for row in table),
+        ]
     return "\n".join(lines)
 
 

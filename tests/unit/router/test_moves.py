@@ -94,6 +94,32 @@ def test_each_position_is_sent_once() -> None:
     assert [moving.fleet.view.seqs.of(n) for n in (moving.source, moving.target)] == [0, 0]
 
 
+@pytest.mark.parametrize("how", ["moved", "failed over"])
+def test_a_part_of_a_stay_does_not_tell_how_long_sequences_stay(how: str) -> None:
+    """Of the wait for a place, which is estimated from whole stays."""
+    moving = Moving()
+    fleet, req, node = moving.fleet, moving.req, moving.target
+    fleet.wait(1)
+    if how == "moved":
+        moving.tell(node, moving.to_key, 2, 12)
+    else:
+        kill(fleet, moving.source)
+        fleet.wait(1)
+        moving.tell(node, req.key, 2, 12)
+    fleet.wait(1)
+    moving.tell(node, req.key, 3, 13, finish=Finish("length"))
+    assert req.ended
+    node.limits = NodeLimits(context_length=5000, max_total_num_tokens=5000, max_running_requests=1)
+    fleet.decodes[:] = [node]
+    for stay_s in (10, 0):
+        other = fleet.start()
+        moving.tell(node, other.key, 0, 10)
+        fleet.wait(stay_s)
+        if stay_s:
+            moving.tell(node, other.key, 1, 11, finish=Finish("length"))
+    assert fleet.view.place_wait_s(node, 1, 0.0) == pytest.approx(10)
+
+
 def test_logprobs_come_from_the_node_that_computed_them() -> None:
     moving = Moving(logprobs=LogprobParams())
     req = moving.req

@@ -215,6 +215,7 @@ class TestCounts:
         fleet.dispatcher.on_node_lost(fleet.prefills[0], "killed", Loss.CRASHED)
         assert fleet.view.seqs.of(node) == 0
         assert not fleet.view.seqs._own and not fleet.view.used_pages._own
+        assert not fleet.view._places
 
     def test_other_routers_sequences_are_added(self) -> None:
         fleet = Fleet(1)

@@ -86,28 +86,78 @@ def begin(fleet: Fleet) -> RunningReq:
     return req
 
 
-def test_on_a_full_decode_node_a_request_waits_for_its_turn() -> None:
-    """Sequences begin every 2 s, and two wait."""
+def test_a_request_waits_until_a_sequence_ends_on_a_full_decode_node() -> None:
+    """Sequences stay for 4 s, and the next of the two that run ends in 3 s and then in 1 s."""
     fleet = places()
-    waiting = [fleet.start() for _ in range(3)]
+    for _ in range(2):
+        ended = begin(fleet)
+        fleet.wait(4)
+        fleet.dispatcher.release(ended)
+    begin(fleet)
+    fleet.wait(1)
+    begin(fleet)
+    assert "take about 3.1 s, 3.0 s of it behind other requests" in refusal(fleet).message
     fleet.wait(2)
-    fleet.dispatcher.on_tokens(fleet.prefills[0], [TokenEntry(waiting[0].key, 0, (1,))])
-    assert "take about 4.1 s, 4.0 s of it behind other requests" in refusal(fleet).message
-    fleet.dispatcher.release(waiting[1])
-    fleet.dispatcher.release(waiting[2])
-    fleet.start()  # there is a row
+    fleet.start()
+    # One more has a place when the other ends, in 2 s from now.
+    assert "take about 2.1 s, 2.0 s of it behind other requests" in refusal(fleet).message
 
 
-def test_a_decode_node_without_pages_is_full() -> None:
+def test_before_a_sequence_has_ended_those_that_run_stay_as_long_again() -> None:
+    fleet = places()
+    begin(fleet)
+    begin(fleet)
+    fleet.wait(1)
+    fleet.start()
+    fleet.wait(2)
+    assert "3.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_a_sequence_that_has_just_begun_stays_as_long_as_the_oldest() -> None:
+    fleet = places()
+    begin(fleet)
+    fleet.wait(3)
+    begin(fleet)
+    assert "3.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_where_pages_are_short_as_many_sequences_have_places_as_the_node_runs() -> None:
+    """By its rows it would have places for all."""
     fleet = places()
     fleet.decodes[0].limits = NodeLimits(65_536, 65_536, 64)
     begin(fleet)
-    fleet.decodes[0].load = Load(num_pages=8, num_held_pages=8)
-    fleet.start()  # none waits before it
     fleet.wait(3)
-    assert "3.0 s of it behind other requests" in refusal(fleet).message
+    fleet.start()
+    fleet.decodes[0].load = Load(num_pages=8, num_running=1, num_bootstrapping=1)
+    assert "behind other requests" in refusal(fleet).message
+    # Its Pong is older than the requests: 10 pages were sent to it, and 8 are there.
+    fleet.decodes[0].load = Load(num_pages=8, num_held_pages=8)
+    assert "behind other requests" in refusal(fleet).message
     fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=990)
     fleet.start()
+
+
+def test_sequences_of_other_routers_have_places() -> None:
+    """They end one after the other: where sequences stay for 4.5 s, in 1.5 s and in 3 s."""
+    fleet = places()
+    ended = begin(fleet)
+    fleet.wait(4.5)
+    fleet.dispatcher.release(ended)
+    fleet.dispatcher.release(fleet.start())  # without a token: it has had no place
+    fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=1_000, num_running=2)
+    fleet.start()
+    assert "3.0 s of it behind other requests" in refusal(fleet).message
+
+
+def test_sequences_that_wait_have_no_place_yet() -> None:
+    """Two that were sent at once keep their places for 0.1 s of computing and 4.5 s."""
+    fleet = places()
+    ended = begin(fleet)
+    fleet.wait(4.5)
+    fleet.dispatcher.release(ended)
+    fleet.start()
+    fleet.start()
+    assert "4.6 s of it behind other requests" in refusal(fleet).message
 
 
 def test_another_attempt_is_not_refused() -> None:
