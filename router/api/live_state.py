@@ -336,7 +336,7 @@ def live_routes(live: LiveState) -> APIRouter:
 
     @router.get("/live", status_code=200, response_class=EventStream, responses=answers(event=LiveEvent))
     async def feed(request: Request) -> Response:
-        """Server-sent events, one a second: router, nodes and samples ."""
+        """Server-sent events, one a second: router, nodes and samples."""
         return await stream_response(request, live.feed())
 
     @router.get("/live/state", responses=answers(LiveEvent))
