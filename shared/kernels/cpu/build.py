@@ -131,11 +131,20 @@ def cache_folder() -> Path:
 
 def cpu_flags() -> frozenset[str]:
     """Return the `flags` of /proc/cpuinfo. Empty where there is no such file."""
+    return frozenset(_cpu_info("flags"))
+
+
+def is_intel() -> bool:
+    """Whether /proc/cpuinfo says so."""
+    return _cpu_info("vendor_id") == ["GenuineIntel"]
+
+
+def _cpu_info(field: str) -> list[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    return next((frozenset(line.split()[2:]) for line in lines if line.startswith("flags")), frozenset())
+        return []
+    return next((line.split()[2:] for line in lines if line.split(maxsplit=1)[:1] == [field]), [])
 
 
 def _hash_of(flags: Sequence[str], files: Sequence[Path]) -> str:

@@ -9,10 +9,11 @@ import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.kernels.cpu.build import NativeUnavailable, cpu_flags, do_nothing, open_library
+from shared.kernels.cpu.build import NativeUnavailable, cpu_flags, do_nothing, is_intel, open_library
 
 SRC = Path(__file__).parent / "src"
 NEEDED_CPU_FLAGS = ("avx2", "fma")
+NO_BF16 = ("-mno-avx512bf16",)
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -40,11 +41,20 @@ def load_library(*flags: str, on_build: Callable[[], None] = do_nothing) -> ctyp
     if missing:
         raise NativeUnavailable(f"this CPU lacks {missing[0]}")
     sources, headers = sorted(SRC.glob("*.cpp")), sorted(SRC.glob("*.h"))
+    flags = (*(NO_BF16 if is_bf16_slow() else ()), *flags)
     library = open_library("kernels", sources, headers, flags=flags, on_build=on_build)
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def is_bf16_slow() -> bool:
+    """Whether this CPU multiplies float32 faster than bf16: Intel's, with AVX512 and without AMX.
+
+    Its vdpbf16ps does the work of two fmas in the time of four (docs/performance.md).
+    """
+    return is_intel() and "amx_bf16" not in cpu_flags()
 
 
 def check_status(status: int) -> None:

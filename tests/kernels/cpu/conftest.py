@@ -6,16 +6,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shared.kernels.cpu.build import NativeUnavailable
-from shared.kernels.cpu.library import Team, load_library
+from shared.kernels.cpu.build import NativeUnavailable, cpu_flags
+from shared.kernels.cpu.library import NO_BF16, Team, is_bf16_slow, load_library
 
 BUILDS = {
     "as-built": (),
     "emulated-amx": ("-DBATON_EMULATE_AMX",),
-    "plain-avx512": ("-mno-avx512bf16", "-mno-avx512vnni", "-mno-avx512vbmi", "-mno-amx-tile"),
+    "plain-avx512": (*NO_BF16, "-mno-avx512vnni", "-mno-avx512vbmi", "-mno-amx-tile"),
     "avx2": ("-mno-avx512f", "-mno-amx-tile"),
     "plain-avx2": ("-mno-avx512f", "-mno-avxvnni", "-mno-amx-tile"),
 }
+if is_bf16_slow() and "avx512_bf16" in cpu_flags():
+    BUILDS["avx512-bf16"] = ("-mavx512bf16",)
 
 
 @pytest.fixture(autouse=True)

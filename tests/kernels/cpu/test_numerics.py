@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.build import NativeUnavailable, cpu_flags, is_intel
 from shared.kernels.cpu.decoder import Sampling, sample
 from shared.kernels.cpu.library import Team, load_library, numerics
 from shared.model.linear import Linear, QuantizedLinear
@@ -127,6 +127,11 @@ def results(team: Team) -> Iterator[tuple[str, torch.Tensor]]:
     draws = Sampling.of(*arrays, np.linspace(0, 0.99, 8))
     yield "sample", sample(team, logits, draws, torch.arange(8), torch.zeros(8, dtype=torch.int64))
     yield "probabilities", logits
+
+
+@pytest.mark.skipif(not is_intel() or "amx_bf16" in cpu_flags(), reason="this CPU multiplies bf16 fast")
+def test_bf16_is_not_multiplied_where_float32_is_faster() -> None:
+    assert numerics(load_library()) == "1/fma"
 
 
 def test_builds_with_one_name_give_the_same_bits() -> None:

@@ -111,20 +111,22 @@ class KeyReader {
   KeyScales scales_;
 };
 
-// A block packed once for all rows of a task: K by pairs of dims with keys as lanes, V by pairs of keys with dims as
-// lanes. AMX takes both as well.
+// A block packed once for all rows of a task: K by dims with keys as lanes, V by keys with dims as lanes. Of bf16, two dims
+// or two keys are a pair: [dim / 2][keys][2] and [keys / 2][dim][2], which AMX takes as well.
+template <class Factor>
 struct PackedKeys {
   explicit PackedKeys(int64_t dim) : k(kKeys * dim), v(kKeys * dim) {}
 
   void pack(const KeyBlock& block, const KeyBlock& next, int64_t head_dim) const;
 
-  CacheLines<bf16> k;  // [dim / 2][keys][2]
-  CacheLines<bf16> v;  // [keys / 2][dim][2], dims of a chunk in the order of interleave()
+  CacheLines<Factor> k;  // [dim][keys]
+  CacheLines<Factor> v;  // [keys][dim], dims of a chunk in the order of interleave()
 };
 
 // Zeros are written where there is no key, over the values of an earlier owner of the page. For each line that is read
 // one of the next block is prefetched.
-inline void PackedKeys::pack(const KeyBlock& block, const KeyBlock& next, int64_t head_dim) const {
+template <class Factor>
+void PackedKeys<Factor>::pack(const KeyBlock& block, const KeyBlock& next, int64_t head_dim) const {
   const int64_t chunks = num_chunks(head_dim), dim = 32 * chunks;
   for (int64_t lane = 0; lane < kKeys; lane += 16) {
     const Lanes there = lanes_of_keys(lane, block.keys->count);
@@ -138,7 +140,7 @@ inline void PackedKeys::pack(const KeyBlock& block, const KeyBlock& next, int64_
       transpose(square);
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++)
-        store(k.data + ((16 * chunk + i) * kKeys + lane) * 2, where(there, square[i]));
+        store_pairs(k.data + (32 * chunk + 2 * i) * kKeys + kFactors<Factor> * lane, kKeys, where(there, square[i]));
     }
   }
   auto load_value = [&](int64_t lane, int64_t chunk) {
@@ -149,9 +151,9 @@ inline void PackedKeys::pack(const KeyBlock& block, const KeyBlock& next, int64_
   for (int64_t lane = 0; lane < kKeys; lane += 2)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       const Words even = load_value(lane, chunk), odd = load_value(lane + 1, chunk);
-      bf16* pair = v.data + lane * dim + 64 * chunk;
-      store(pair, interleave_low(even, odd));
-      store(pair + 32, interleave_high(even, odd));
+      Factor* const to = v.data + lane * dim + kFactors<Factor> * 32 * chunk;
+      store_pairs(to, dim, interleave_low(even, odd));
+      store_pairs(to + kFactors<Factor> * 16, dim, interleave_high(even, odd));
     }
 }
 

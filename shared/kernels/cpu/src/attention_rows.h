@@ -28,6 +28,15 @@ inline Words load_chunk(const bf16* row, int64_t chunk, int64_t head_dim) {
 inline Words interleave_low(Words even, Words odd) { return interleave_low_16(even, odd); }
 inline Words interleave_high(Words even, Words odd) { return interleave_high_16(even, odd); }
 
+// Copies a row of a query.
+inline void copy_row(bf16* to, const bf16* from, int64_t head_dim) {
+  std::memcpy(to, from, size_t(head_dim) * sizeof(bf16));
+}
+inline void copy_row(float* to, const bf16* from, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += 16)
+    store(to + d, widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + d))));
+}
+
 // Stores a chunk of the result, times `scale`, in the order of head_dim.
 inline void store_chunk(bf16* row, int64_t chunk, int64_t head_dim, Floats low, Floats high, Floats scale) {
   const __m256i a = narrow(low * scale), b = narrow(high * scale);

@@ -63,9 +63,9 @@ struct Visible {
 
 // Turns the products of the first row of `row` into weights. If kMasked, the weights of keys that it does not see are 0.
 // With `scales` products are of codes, and so are those that the weights are for; the totals are of weights alone.
-template <bool kMasked>
+template <bool kMasked, class Factor>
 [[gnu::always_inline]] inline void softmax_row(const float* products, Visible visible, Floats scale,
-                                               const KeyScales* scales, const States& row, bf16* weights) {
+                                               const KeyScales* scales, const States& row, Factor* weights) {
   static_assert(kKeys == 64);
   Floats x[4], w[4];
   for (int i = 0; i < 4; i++) {
@@ -91,10 +91,11 @@ template <bool kMasked>
 // Adds the block that `strips` has taken to the states of rows [0, num_rows) with queries q [rows][dim]. Row i sees the
 // keys visible(i) of the block. They neither begin nor end before those of the row before it.
 template <class Strips, class VisibleTo>
-[[gnu::always_inline]] inline void add_block(Strips& strips, const bf16* q, int64_t num_rows, Floats scale,
-                                             const KeyScales* scales, const States& states, VisibleTo&& visible) {
+[[gnu::always_inline]] inline void add_block(Strips& strips, const typename Strips::Factor* q, int64_t num_rows,
+                                             Floats scale, const KeyScales* scales, const States& states,
+                                             VisibleTo&& visible) {
   alignas(64) float products[Strips::kHeight * kKeys];
-  alignas(64) bf16 weights[Strips::kHeight * kKeys];
+  alignas(64) typename Strips::Factor weights[Strips::kHeight * kKeys];
   for (int64_t first = 0; first < num_rows; first += Strips::kHeight) {
     const int64_t rows = std::min(Strips::kHeight, num_rows - first);
     const Visible of_first = visible(first), of_last = visible(first + rows - 1);

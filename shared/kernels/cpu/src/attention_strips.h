@@ -12,6 +12,7 @@ namespace baton {
 // Strips of up to 6 rows in vectors. The products are functions of their own, so that they have all registers.
 class VectorStrips {
  public:
+  using Factor = baton::Factor;
   static constexpr int64_t kHeight = 6;
   static constexpr bool kTakesCodes = false;
 
@@ -21,16 +22,16 @@ class VectorStrips {
   void take(const KeyBlock& block, const KeyBlock& next) { keys_.pack(block, next, head_dim_); }
 
   // products [row][lane] = q k^T
-  void multiply_keys(int64_t rows, const bf16* q, float* products) {
+  void multiply_keys(int64_t rows, const Factor* q, float* products) {
     with_rows(rows, [&](auto num) {
       constexpr int N = vectors_at_once(num);
       for (int64_t lane = 0; lane < kKeys; lane += 16 * N)
-        multiply_keys_of<num, N>(q, keys_.k.data + 2 * lane, dim_, products + lane);
+        multiply_keys_of<num, N>(q, keys_.k.data + kFactors<Factor> * lane, dim_, products + lane);
     });
   }
 
   // sums [row][dim] += weights v, over the first num_lanes lanes
-  void add_values(int64_t rows, const bf16* weights, int64_t num_lanes, float* sums) {
+  void add_values(int64_t rows, const Factor* weights, int64_t num_lanes, float* sums) {
     with_rows(rows, [&](auto num) {
       constexpr int N = vectors_at_once(num);
       int64_t d = 0;
@@ -52,30 +53,15 @@ class VectorStrips {
     }
   }
 
-  static int32_t pair(const bf16* from) {
-    int32_t value;
-    std::memcpy(&value, from, 4);
-    return value;
-  }
-
   template <int R, int N>
-  [[gnu::noinline]] static void multiply_keys_of(const bf16* q, const bf16* k, int64_t dim, float* products) {
+  [[gnu::noinline]] static void multiply_keys_of(const Factor* q, const Factor* k, int64_t dim, float* products) {
     Floats sums[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int i = 0; i < N; i++) sums[r][i] = floats(0.0f);
-    for (int64_t d = 0; d < dim / 2; d++) {
-      Words keys[N];
-#pragma GCC unroll 4
-      for (int i = 0; i < N; i++) keys[i] = load_words(k + (d * kKeys + 16 * i) * 2);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const Words query = words(pair(q + r * dim + 2 * d));
-#pragma GCC unroll 4
-        for (int i = 0; i < N; i++) sums[r][i] = dot_pairs(sums[r][i], query, keys[i]);
-      }
-    }
+    for (int64_t d = 0; d < dim; d += kFactors<Factor>)
+      add_products<R, N>(q + d, dim, k + d * kKeys, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -83,32 +69,38 @@ class VectorStrips {
   }
 
   template <int R, int N>
-  [[gnu::noinline]] static void add_values_of(const bf16* weights, const bf16* v, int64_t num_lanes, int64_t dim,
+  [[gnu::noinline]] static void add_values_of(const Factor* weights, const Factor* v, int64_t num_lanes, int64_t dim,
                                               int64_t first, float* sums) {
     Floats x[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int i = 0; i < N; i++) x[r][i] = load_floats(sums + r * dim + first + 16 * i);
-    for (int64_t lane = 0; lane < num_lanes; lane += 2) {
-      Words values[N];
-#pragma GCC unroll 4
-      for (int i = 0; i < N; i++) values[i] = load_words(v + lane * dim + (first + 16 * i) * 2);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const Words weight = words(pair(weights + r * kKeys + lane));
-#pragma GCC unroll 4
-        for (int i = 0; i < N; i++) x[r][i] = dot_pairs(x[r][i], weight, values[i]);
-      }
-    }
+    for (int64_t lane = 0; lane < num_lanes; lane += kFactors<Factor>)
+      add_products<R, N>(weights + lane, kKeys, v + lane * dim + kFactors<Factor> * first, x);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int i = 0; i < N; i++) store(sums + r * dim + first + 16 * i, x[r][i]);
   }
 
+  // sums [row] += the factors of 32 bits at a, one of each row of a_stride, times N vectors at b.
+  template <int R, int N>
+  [[gnu::always_inline]] static void add_products(const Factor* a, int64_t a_stride, const Factor* b,
+                                                  Floats (&sums)[R][N]) {
+    decltype(load_factors(b)) vectors[N];
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) vectors[i] = load_factors(b + kFactors<Factor> * 16 * i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const auto factors = repeat_factors(a + r * a_stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < N; i++) sums[r][i] = dot(sums[r][i], factors, vectors[i]);
+    }
+  }
+
   const int64_t head_dim_, dim_;
-  const PackedKeys keys_;
+  const PackedKeys<Factor> keys_;
 };
 
 #ifdef BATON_HAS_AMX
@@ -116,6 +108,7 @@ class VectorStrips {
 // not in its tiles.
 class TileStrips {
  public:
+  using Factor = bf16;
   static constexpr int64_t kHeight = 32;
   static constexpr bool kTakesCodes = false;
 
@@ -176,7 +169,7 @@ class TileStrips {
   }
 
   const int64_t head_dim_, dim_;
-  const PackedKeys keys_;
+  const PackedKeys<bf16> keys_;
   int64_t configured_ = 0;
 };
 #endif

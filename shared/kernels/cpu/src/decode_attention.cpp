@@ -36,7 +36,7 @@ template <class Strips>
 void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std::vector<int64_t>& num_splits) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim();
   const Floats scale = floats(score_scale(head_dim));
-  const CacheLines<bf16> q(call.heads.num * dim);  // of the task's sequence
+  const CacheLines<typename Strips::Factor> q(call.heads.num * dim);  // of the task's sequence
   Strips strips(head_dim);
   KeyReader reader(call.kv);
   for (;;) {
@@ -47,10 +47,9 @@ void work_off(const Call& call, Blocks& blocks, const Splits& splits, const std:
     const States states = splits.of(task.split);
     if (block.is_first) {
       states.from(first_head).clear(end_head - first_head);
-      if (dim > head_dim) std::memset(q.data, 0, size_t(call.heads.num * dim) * sizeof(bf16));
+      if (dim > head_dim) std::fill_n(q.data, call.heads.num * dim, 0);
       for (int64_t head = first_head; head < end_head; head++)
-        std::memcpy(q.data + head * dim, call.q + (task.b * call.heads.num + head) * head_dim,
-                    size_t(head_dim) * sizeof(bf16));
+        copy_row(q.data + head * dim, call.q + (task.b * call.heads.num + head) * head_dim, head_dim);
     }
     const Block& next = blocks.ahead();
     for (int64_t kv_head = task.first_head; kv_head < task.end_head; kv_head++) {

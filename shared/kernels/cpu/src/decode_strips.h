@@ -14,6 +14,7 @@ namespace baton::decode {
 template <int HeadDim, class Bytes>
 class HeadStrips {
  public:
+  using Factor = baton::Factor;
   static constexpr int64_t kHeight = 4;
   static constexpr bool kTakesCodes = !std::is_void_v<Bytes>;
 
@@ -22,12 +23,12 @@ class HeadStrips {
   void take(const KeyBlock& block, const KeyBlock& next) { block_ = block, next_ = next; }
 
   // products [head][lane] = q k^T
-  void multiply_keys(int64_t heads, const bf16* q, float* products) const {
+  void multiply_keys(int64_t heads, const Factor* q, float* products) const {
     with_heads(heads, [&](auto num) { multiply_keys_of<num>(q, products); });
   }
 
   // sums [head][dim] += weights v, over the first num_lanes lanes
-  void add_values(int64_t heads, const bf16* weights, int64_t num_lanes, float* sums) {
+  void add_values(int64_t heads, const Factor* weights, int64_t num_lanes, float* sums) {
     with_heads(heads, [&](auto num) {
       constexpr int kChunks = std::min(num <= 2 ? 4 : 2, vectors_at_once(2 * num));
       const int64_t chunks = num_chunks(head_dim());
@@ -53,12 +54,6 @@ class HeadStrips {
     }
   }
 
-  static Words pair(const bf16* from) {
-    int32_t value;
-    std::memcpy(&value, from, 4);
-    return words(value);
-  }
-
   static constexpr int64_t kElementNbytes = kTakesCodes ? 1 : sizeof(bf16);
   static constexpr int64_t kLine = 64 / kElementNbytes;  // dims of a cache line
 
@@ -77,7 +72,7 @@ class HeadStrips {
   }
 
   template <int Heads>
-  [[gnu::noinline]] void multiply_keys_of(const bf16* q, float* products) const {
+  [[gnu::noinline]] void multiply_keys_of(const Factor* q, float* products) const {
     const int64_t dim = padded_dim(), lines = (head_dim() + kLine - 1) / kLine;
     int64_t line = 0;  // of the next block
     for (int64_t lane = 0; lane < kKeys; lane += 16) {
@@ -91,7 +86,7 @@ class HeadStrips {
           _mm_prefetch(next_.k + next_.keys->rows[line / lines] + line % lines * 64, _MM_HINT_T1);
         const auto add = [&](int64_t first, Words pairs) {
 #pragma GCC unroll 4
-          for (int h = 0; h < Heads; h++) sums[h] = dot_pairs(sums[h], pair(q + h * dim + first), pairs);
+          for (int h = 0; h < Heads; h++) sums[h] = dot_pairs(sums[h], q + h * dim + first, pairs);
         };
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
@@ -108,7 +103,7 @@ class HeadStrips {
   }
 
   template <int Heads, int Chunks>
-  [[gnu::noinline]] void add_values_of(int64_t c, const bf16* weights, int64_t num_lanes, float* sums) const {
+  [[gnu::noinline]] void add_values_of(int64_t c, const Factor* weights, int64_t num_lanes, float* sums) const {
     const int64_t dim = padded_dim();
     Floats x[Heads][2 * Chunks];
 #pragma GCC unroll 4
@@ -135,11 +130,9 @@ class HeadStrips {
         }
       }
 #pragma GCC unroll 4
-      for (int h = 0; h < Heads; h++) {
-        const Words weight = pair(weights + h * kKeys + lane);
+      for (int h = 0; h < Heads; h++)
 #pragma GCC unroll 8
-        for (int i = 0; i < 2 * Chunks; i++) x[h][i] = dot_pairs(x[h][i], weight, values[i]);
-      }
+        for (int i = 0; i < 2 * Chunks; i++) x[h][i] = dot_pairs(x[h][i], weights + h * kKeys + lane, values[i]);
     }
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; h++)

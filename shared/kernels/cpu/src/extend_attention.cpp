@@ -33,20 +33,20 @@ struct Task {
 };
 
 // A worker's arrays for one task.
+template <class Factor>
 struct Workspace {
   explicit Workspace(int64_t dim)
       : q(kRows * dim), floats(2 * States::num_floats(kRows, dim)),
         split(States::in(floats.data, kRows, dim)),
         whole(States::in(floats.data + States::num_floats(kRows, dim), kRows, dim)) {}
 
-  CacheLines<bf16> q;  // [rows][dim]
+  CacheLines<Factor> q;  // [rows][dim]
   CacheLines<float> floats;
   States split, whole;  // of the split that is computed, and of those before it
 };
 
-// Merges a split into those before it. `is_first` if the row sees no key before the split.
-void end_split(const Workspace& work, int64_t row, bool is_first) {
-  const States split = work.split.from(row), whole = work.whole.from(row);
+// Merges a row's split into those before it. `is_first` if the row sees no key before the split.
+void end_split(const States& whole, const States& split, bool is_first) {
   if (!is_first) return merge(whole, split);
   std::copy_n(split.sums, split.dim, whole.sums);
   std::copy_n(split.totals, 16, whole.totals);
@@ -54,7 +54,8 @@ void end_split(const Workspace& work, int64_t row, bool is_first) {
 }
 
 template <class Strips>
-void attend(const Call& call, const Task& task, Workspace& work, Strips& strips, KeyReader& reader) {
+void attend(const Call& call, const Task& task, Workspace<typename Strips::Factor>& work, Strips& strips,
+            KeyReader& reader) {
   const int64_t head_dim = call.kv.head_dim, dim = call.padded_dim(), group = call.group();
   const int64_t num_rows = (task.end - task.first) * group, start = call.sequences.starts[task.b];
   auto head_of = [&](int64_t row) { return task.kv_head * group + row % group; };
@@ -65,9 +66,8 @@ void attend(const Call& call, const Task& task, Workspace& work, Strips& strips,
   auto position = [&](int64_t row) { return start + task.first + row / group; };
   auto first_key = [&](int64_t row) { return call.heads.first_key(position(row)); };
 
-  if (dim > head_dim) std::memset(work.q.data, 0, size_t(num_rows * dim) * sizeof(bf16));
-  for (int64_t row = 0; row < num_rows; row++)
-    std::memcpy(work.q.data + row * dim, call.q + offset(row), size_t(head_dim) * sizeof(bf16));
+  if (dim > head_dim) std::fill_n(work.q.data, num_rows * dim, 0);
+  for (int64_t row = 0; row < num_rows; row++) copy_row(work.q.data + row * dim, call.q + offset(row), head_dim);
   work.split.clear(num_rows);
 
   const Floats scale = floats(score_scale(head_dim));
@@ -81,7 +81,7 @@ void attend(const Call& call, const Task& task, Workspace& work, Strips& strips,
     if (key % kSplit == 0)
       for (int64_t row = std::max<int64_t>(key - start - task.first, 0) * group; row < num_rows; row++) {
         if (first_key(row) >= key) break;
-        end_split(work, row, first_key(row) >= key - kSplit);
+        end_split(work.whole.from(row), work.split.from(row), first_key(row) >= key - kSplit);
         work.split.from(row).clear(1);
       }
     keys = next;
@@ -121,7 +121,7 @@ void attend_all(Team& team, const Call& call) {
   const std::vector<Task> tasks = plan(call, team.size());
   std::atomic<size_t> next{0};
   team.run([&](int) {
-    Workspace work(call.padded_dim());
+    Workspace<typename Strips::Factor> work(call.padded_dim());
     Strips strips(call.kv.head_dim);
     KeyReader reader(call.kv);
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks.size();)

@@ -6,7 +6,7 @@
 
 namespace baton::vectors {
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 constexpr int kMaxRows = 6;
 #else
 constexpr int kMaxRows = 4;  // dot_pairs needs both halves of the panel's vectors
@@ -17,18 +17,30 @@ constexpr int kMaxRows = 4;  // dot_pairs needs both halves of the panel's vecto
 constexpr int64_t kChunk = 1024, kBlockRows = 192;
 constexpr int kLines = 2 * kPanel * sizeof(bf16) / 64;  // cache lines of a pair of k
 
-// A range of k of a panel and of rows of x.
+// A range of k of a panel and of rows of x, as they are or as factors.
+template <class Element>
 struct Chunk {
-  const bf16 *x, *panel;
+  const Element* x;
+  const bf16* panel;
   int64_t stride;  // elements from row to row of x
   int64_t pairs;   // of k
   bool is_first;   // sums begin with zero, and those of later chunks with y
 };
 
+inline Chunk<bf16> factors_of(const Chunk<bf16>& chunk, int64_t, bf16*) { return chunk; }
+inline Chunk<float> factors_of(const Chunk<bf16>& chunk, int64_t rows, float* wide) {  // [rows][kChunk]
+  const int64_t width = 2 * chunk.pairs;
+  for (int64_t row = 0; row < rows; row++) {
+    const bf16* const x = chunk.x + row * chunk.stride;
+    for (int64_t k = 0; k < width; k += 16) store(wide + row * kChunk + k, load_lanes(x + k, lanes_below(width, k)));
+  }
+  return {wide, chunk.panel, kChunk, chunk.pairs, chunk.is_first};
+}
+
 // y[r][16 * J] = the sums of row r of R rows. Each lane adds up its products in the order of k, so the result does not
 // depend on R. For each pair of k, kFetched lines from `ahead` on are prefetched into the L2.
 template <int R, int J, int kFetched>
-inline void sum_columns(const Chunk& chunk, const char* ahead, float* y) {
+inline void sum_columns(const Chunk<Factor>& chunk, const char* ahead, float* y) {
   const bf16* panel = chunk.panel;
   Floats sums[R][J];
 #pragma GCC unroll 8
@@ -43,13 +55,9 @@ inline void sum_columns(const Chunk& chunk, const char* ahead, float* y) {
 #pragma GCC unroll 4
     for (int j = 0; j < J; j++) w[j] = load_words(panel + 32 * j);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      int32_t both;
-      std::memcpy(&both, chunk.x + r * chunk.stride + 2 * pair, 4);
-      const Words xr = words(both);
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int j = 0; j < J; j++) sums[r][j] = dot_pairs(sums[r][j], xr, w[j]);
-    }
+      for (int j = 0; j < J; j++) sums[r][j] = dot_pairs(sums[r][j], chunk.x + r * chunk.stride + 2 * pair, w[j]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -59,18 +67,18 @@ inline void sum_columns(const Chunk& chunk, const char* ahead, float* y) {
 
 // The same for all 64 columns.
 template <int R, int kFetched>
-void sum_rows(const Chunk& chunk, const char* ahead, float* y) {
+void sum_rows(const Chunk<Factor>& chunk, const char* ahead, float* y) {
   constexpr int J = vectors_at_once(R);
   sum_columns<R, J, kFetched>(chunk, ahead, y);
   for (int j = J; j < 4; j += J) {
-    Chunk rest = chunk;
+    Chunk<Factor> rest = chunk;
     rest.panel += 32 * j;
     sum_columns<R, J, 0>(rest, nullptr, y + 16 * j);
   }
 }
 
 template <int R>
-void sum_rows(int64_t fetched, const Chunk& chunk, const char* ahead, float* y) {
+void sum_rows(int64_t fetched, const Chunk<Factor>& chunk, const char* ahead, float* y) {
   switch (fetched) {
     case 0: return sum_rows<R, 0>(chunk, ahead, y);
     case 1: return sum_rows<R, 1>(chunk, ahead, y);
@@ -79,8 +87,10 @@ void sum_rows(int64_t fetched, const Chunk& chunk, const char* ahead, float* y) 
   }
 }
 
-// The same for up to kMaxRows rows, and for all lines of a pair or up to 2.
-inline void sum_rows(int64_t rows, int64_t fetched, const Chunk& chunk, const char* ahead, float* y) {
+// The same for up to kMaxRows rows and kChunk of k, and for all lines of a pair or up to 2.
+inline void sum_rows(int64_t rows, int64_t fetched, const Chunk<bf16>& values, const char* ahead, float* y) {
+  alignas(64) Factor wide[kMaxRows * kChunk];
+  const Chunk<Factor> chunk = factors_of(values, rows, wide);
   switch (rows) {
     case 1: return sum_rows<1>(fetched, chunk, ahead, y);
     case 2: return sum_rows<2>(fetched, chunk, ahead, y);

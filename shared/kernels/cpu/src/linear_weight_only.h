@@ -113,7 +113,7 @@ void unpack(const Part<Code>& part, bf16* to) {
 
 // sums [R][16 * J] from column 16 * first on, which are those of the unpacked part by vectors, without storing it.
 template <class Code, int R, int J>
-inline void sum_few_columns(const Part<Code>& part, int first, const bf16* x, int64_t stride, float* y) {
+inline void sum_few_columns(const Part<Code>& part, int first, const Factor* x, int64_t stride, float* y) {
   constexpr int64_t kCodes = 32 / Code::kBits;
   Floats sums[R][J];
   Words zero[J];
@@ -130,11 +130,7 @@ inline void sum_few_columns(const Part<Code>& part, int first, const bf16* x, in
       _mm_prefetch(codes + kAhead, _MM_HINT_T1);
       each_pair<Code>(load_words(codes), zero[j], [&](int i, Words w) {
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          int32_t both;
-          std::memcpy(&both, x + r * stride + unit * kCodes + 2 * i, 4);
-          sums[r][j] = dot_pairs(sums[r][j], words(both), w);
-        }
+        for (int r = 0; r < R; r++) sums[r][j] = dot_pairs(sums[r][j], x + r * stride + unit * kCodes + 2 * i, w);
       });
     }
 #pragma GCC unroll 4
@@ -144,7 +140,7 @@ inline void sum_few_columns(const Part<Code>& part, int first, const bf16* x, in
 }
 
 template <class Code, int R>
-void sum_few(const Part<Code>& part, const bf16* x, int64_t stride, float* y) {
+void sum_few(const Part<Code>& part, const Factor* x, int64_t stride, float* y) {
   constexpr int J = vectors_at_once(R);
   for (int j = 0; j < 4; j += J) sum_few_columns<Code, R, J>(part, j, x, stride, y);
 }
@@ -175,11 +171,16 @@ class Product {
 
   // sums [rows][64] of up to max_rows rows of x, `stride` elements from row to row.
   void operator()(const bf16* x, int64_t stride, int64_t rows, float* sums) {
-    if (are_few_) switch (rows) {
-      case 1: return sum_few<Code, 1>(part_, x, stride, sums);
-      case 2: return sum_few<Code, 2>(part_, x, stride, sums);
-      case 3: return sum_few<Code, 3>(part_, x, stride, sums);
-      default: return sum_few<Code, 4>(part_, x, stride, sums);
+    const vectors::Chunk<bf16> chunk{x, unpacked_, stride, part_.size / 2, true};
+    if (are_few_) {
+      alignas(64) Factor wide[4 * vectors::kChunk];
+      const vectors::Chunk<Factor> few = vectors::factors_of(chunk, rows, wide);
+      switch (rows) {
+        case 1: return sum_few<Code, 1>(part_, few.x, few.stride, sums);
+        case 2: return sum_few<Code, 2>(part_, few.x, few.stride, sums);
+        case 3: return sum_few<Code, 3>(part_, few.x, few.stride, sums);
+        default: return sum_few<Code, 4>(part_, few.x, few.stride, sums);
+      }
     }
 #ifdef BATON_HAS_AMX
     if (by_tiles_) {
@@ -189,7 +190,7 @@ class Product {
       return;
     }
 #endif
-    vectors::sum_rows(rows, 0, {x, unpacked_, stride, part_.size / 2, true}, nullptr, sums);
+    vectors::sum_rows(rows, 0, chunk, nullptr, sums);
   }
 
   int64_t max_rows;

@@ -50,6 +50,9 @@ inline __m256i narrow(Floats x) {
 
 inline void store16(bf16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
 
+// The same as float32, rounded to bf16.
+inline void store16(float* p, Floats x) { store(p, widen(narrow(x))); }
+
 // The elements [first, first + 16) below `end`. The other lanes load 0 and are not stored.
 inline Lanes lanes_below(int64_t end, int64_t first) { return lanes_before(end - first); }
 
@@ -85,6 +88,40 @@ inline Floats dot_pairs(Floats acc, Words a, Words b) {
   acc = fmadd(as_floats(shift_left(a, 16)), as_floats(shift_left(b, 16)), acc);
   return fmadd(as_floats(a & upper), as_floats(b & upper), acc);
 #endif
+}
+
+// What dot() takes from memory: pairs of bf16 where there is an instruction for them, else float32 one by one. Either gives
+// the bits of dot_pairs().
+#ifdef __AVX512BF16__
+using Factor = bf16;
+#else
+using Factor = float;
+#endif
+template <class Factor> constexpr int64_t kFactors = 4 / sizeof(Factor);  // in 32 bits
+
+inline Words load_factors(const bf16* p) { return load_words(p); }
+inline Floats load_factors(const float* p) { return load_floats(p); }
+inline Words repeat_factors(const bf16* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return words(pair);
+}
+inline Floats repeat_factors(const float* p) { return floats(*p); }
+inline Floats dot(Floats acc, Words a, Words b) { return dot_pairs(acc, a, b); }
+inline Floats dot(Floats acc, Floats a, Floats b) { return fmadd(a, b, acc); }
+
+// 16 pairs of bf16 as factors, of which the second ones begin at to + row where they are apart.
+inline void store_pairs(bf16* to, int64_t, Words pairs) { store(to, pairs); }
+inline void store_pairs(float* to, int64_t row, Words pairs) {
+  store(to, as_floats(shift_left(pairs, 16)));
+  store(to + row, as_floats(pairs & words(int32_t(0xffff0000))));
+}
+
+// dot_pairs() of one pair of factors and 16 pairs of bf16.
+inline Floats dot_pairs(Floats acc, const bf16* pair, Words b) { return dot_pairs(acc, repeat_factors(pair), b); }
+inline Floats dot_pairs(Floats acc, const float* pair, Words b) {
+  acc = fmadd(floats(pair[0]), as_floats(shift_left(b, 16)), acc);
+  return fmadd(floats(pair[1]), as_floats(b & words(int32_t(0xffff0000))), acc);
 }
 
 // dot_quads<Bits>(acc, w, x): acc[i] += w[4i] * x[4i] + ... + w[4i + 3] * x[4i + 3] for 64 unsigned bytes in w, below
