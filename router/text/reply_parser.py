@@ -51,8 +51,9 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     think: tuple[str, str] = THINK
     """What begins and ends reasoning, and a regular expression of a call that may end it too."""
     behind_reasoning: str = ""
-    """What comes between reasoning and an answer in JSON, if it is not space, and what begins such an answer."""
+    """What comes between reasoning and a call that is enforced, if it is not space."""
     frame: str = ""
+    """What comes before such a call."""
     think_cut_by: str | None = None
     close_behind: str | None = None
     """A regular expression of what is before the end of a call. Elsewhere its `close` is part of the arguments."""
@@ -198,6 +199,17 @@ def family_of(name: str) -> str:
     if name not in (NO_PARSER, *names):
         raise ConfigError(f"--tool-call-parser {name}: it is one of {NO_PARSER}, {', '.join(names)}")
     return names.get(name, NO_PARSER)
+
+
+def enforced_form(form: ReplyFormat | None) -> ReplyFormat:
+    """The form of calls that a grammar enforces: the model's own, or hermes' where XGrammar does not know that."""
+    hermes = reply_formats()["hermes"]
+    if form is None or form.grammar:
+        return form or hermes
+    names = ("dropped", "dropped_pattern", "is_framed", "think", "behind_reasoning", "frame")
+    around = {name: getattr(form, name) for name in names}
+    begins = "".join(sorted({*hermes.begins, *(tag[0] for tag in form.think)}))
+    return msgspec.structs.replace(hermes, **around, begins=begins)
 
 
 class CallDelta(msgspec.Struct, frozen=True):
