@@ -331,7 +331,7 @@ class ReplyReader:
         last = events[-1] if events else {}
         is_told = last.get("type") == "region_chunk" and last["field"] in self._held
         is_plain = bool(text) and bool(self._begins) and self._begins.isdisjoint(text)
-        self._is_clear = is_plain and is_told and last["text"].endswith(text)
+        self._is_clear = is_plain and is_told and last["text"] == text  # else a part of it may be held
         for event in events:
             region, kind = event["field"], event["type"]
             if kind == "region_open":
@@ -413,6 +413,8 @@ _JSON_HEAD = regex.compile(
     regex.VERBOSE,
 )
 """What comes before the arguments of a call in JSON, as all models write it."""
+_MAX_HEAD_CHARS = 2048
+"""A longer beginning is none: it would be searched again with each piece of text."""
 
 
 class JsonCall:
@@ -426,22 +428,29 @@ class JsonCall:
         """Calls of which something was told."""
         self._index = index
         self._head = regex.compile(name) if name else None
-        self._text = ""
+        self._texts: list[str] = []
         """Of a call whose name is not known."""
+        self._num_chars = 0
         self._name: str | None = None
         self._arguments = _ValueScan()
 
     def feed(self, text: str) -> Iterator[CallDelta]:
         """What more text adds."""
         if self._name is None:
-            self._text += text
-            is_json = self._head is None or self._text[:_TAIL_CHARS].lstrip().startswith(("[", "{"))
-            head = (_JSON_HEAD if self._head is None or is_json else self._head).match(self._text)
+            is_long = self._num_chars >= _MAX_HEAD_CHARS
+            self._texts.append(text)
+            self._num_chars += len(text)
+            if is_long:
+                return
+            so_far = "".join(self._texts)
+            is_json = self._head is None or so_far[:_TAIL_CHARS].lstrip().startswith(("[", "{"))
+            pattern = _JSON_HEAD if self._head is None or is_json else self._head
+            head = pattern.match(so_far, endpos=_MAX_HEAD_CHARS)
             if head is None:
                 return
             name = next(name for name in head.groupdict().values() if name)
             self._name = json.loads(f'"{name}"') if is_json else name.strip()
-            text = self._text[head.end() :]
+            text = so_far[head.end() :]
         more = self._arguments.feed(text)
         if more:
             yield self._delta(more)
@@ -463,7 +472,7 @@ class JsonCall:
     def _whole(self) -> Iterator[CallDelta]:
         """The calls of a region that is complete, and that could not be told piece by piece."""
         try:
-            value = json.loads(self._text)
+            value = json.loads("".join(self._texts))
         except (ValueError, RecursionError):
             return
         calls = value if isinstance(value, list) else [value]
