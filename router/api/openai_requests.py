@@ -71,15 +71,15 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     given = Prompts("prompt", body.prompt)
     given.check(model, limits)
     num_prompts = len(given)
-    best_of = _best_of(body, limits)
-    limits.check("max_batch_size", "n" if body.best_of is None else "best_of", num_prompts * best_of)
+    best_of = _best_of(body)
+    limits.check_batch("n" if body.best_of is None else "best_of", num_prompts * best_of)
     bounds = (body.max_tokens, body.max_completion_tokens)
     max_new_tokens = next((bound for bound in bounds if bound is not None), _DEFAULT_MAX_TOKENS)
     own = format_grammar(body.response_format)
-    asked = read_samplings(body, max_new_tokens, num_prompts, model.vocab_size, limits, own_grammar=own)
+    asked = read_samplings(body, max_new_tokens, num_prompts, model.vocab_size, own_grammar=own)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), "cmpl-", given)
     routing_key = read_routing_key(body.routing_key, intake.headers)
-    asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
+    asked_logprobs = _completion_logprobs(body.logprobs, echo=body.echo)
     # `best` ranks sequences by their logprobs, also where the client asks for none.
     logprobs = asked_logprobs or (LogprobParams() if best_of > body.n else None)
     intake.admission.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
@@ -119,13 +119,13 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     """
     model, limits = intake.model, intake.limits
     _check_model(body.model, model)
-    wanted = _chat_logprobs(body.logprobs, body.top_logprobs, limits)
+    wanted = _chat_logprobs(body.logprobs, body.top_logprobs)
     calls = _wanted_calls(body, model)
     given = (body.max_completion_tokens, body.max_tokens)
     max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
     own = _call_grammar(calls) if calls else format_grammar(body.response_format)  # a format is for text
-    params, options = read_sampling(body, max_new_tokens, model.vocab_size, limits, own_grammar=own)
-    limits.check("max_batch_size", "n", options.n)
+    params, options = read_sampling(body, max_new_tokens, model.vocab_size, own_grammar=own)
+    limits.check_batch("n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, Prompts("messages", ""))
     routing_key = read_routing_key(body.routing_key, intake.headers)
     intake.admission.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
@@ -228,19 +228,17 @@ def format_grammar(asked: ResponseFormat | None) -> AskedGrammar | None:
     return found
 
 
-def _chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobParams | None:
+def _chat_logprobs(wanted: bool, top_num: int) -> LogprobParams | None:
     """The logprobs that a chat's `logprobs` and `top_logprobs` ask for. Raises RequestError."""
-    limits.check("max_logprobs", "top_logprobs", top_num)
     if top_num and not wanted:
         raise wrong("top_logprobs", "left out, or logprobs be true", top_num)
     return LogprobParams(top_num=top_num) if wanted else None
 
 
-def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool) -> LogprobParams | None:
+def _completion_logprobs(top_num: int | None, *, echo: bool) -> LogprobParams | None:
     """The logprobs that a completion's `logprobs` asks for. With `echo` the prompt's tokens have logprobs too."""
     if top_num is None:
         return None
-    limits.check("max_logprobs", "logprobs", top_num)
     return LogprobParams(start_len=0 if echo else OUTPUTS_ONLY, top_num=top_num)
 
 
@@ -362,11 +360,10 @@ def _ids(given: str | list[str] | None, prefix: str, prompts: Prompts) -> tuple[
     return reply_id, prompts.rids(given if isinstance(given, list) else reply_id)
 
 
-def _best_of(body: CompletionBody, limits: HttpLimits) -> int:
+def _best_of(body: CompletionBody) -> int:
     """How many sequences of each prompt are generated."""
     if body.best_of is None:
         return body.n
-    limits.check("max_n", "best_of", body.best_of)
     if body.best_of < body.n:
         raise wrong("best_of", f"at least n, {body.n}", body.best_of)
     if body.stream and body.best_of > body.n:
