@@ -88,7 +88,7 @@ class HttpOptions:
     otlp_traces_endpoint: str | None = flag(
         None,
         "send a trace of each sequence there, by OTLP over HTTP, such as http://HOST:4318/v1/traces (needs "
-        "baton-serve[otel]); None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set",
+        "baton-serve[otel])",
         metavar="URL",
     )
     served_model_name: str | None = flag(

@@ -21,7 +21,6 @@ from router.api.traces import Traces
 from router.dispatch.running_req import Attempt, RunningReq
 from router.dispatch.stages import StageSpan, stage_spans, stages_of
 from router.http.config import HttpOptions
-from router.server import open_traces
 from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport, Role, Stamp, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import until
@@ -162,17 +161,6 @@ async def test_a_collector_that_is_gone_costs_a_line_in_the_log(
             assert (await client.post("/generate", json=BODY)).status_code == 200
     assert "traces_not_sent reason=" in caplog.text
     until(lambda: not otel_threads())  # it was told to end, and may have a last line to log
-
-
-def test_off_unless_the_flag_or_a_variable_names_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_traces(None, {}) is None
-    assert open_traces("http://localhost:1/v1/traces", {"OTEL_SDK_DISABLED": "true"}) is None
-    url = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:1"}
-    assert open_traces(None, {**url, "OTEL_TRACES_EXPORTER": "none"}) is None
-    traces = open_traces(None, url)
-    assert traces is not None
-    traces.close()
-    assert not otel_threads()
 
 
 # ------------------------------------------------------------------------------------- stages of nodes
