@@ -99,10 +99,6 @@ class Router:
         """Close every connection to a node."""
         await self._exits.aclose()
 
-    def reload_files(self) -> None:
-        """Read the files of API keys again."""
-        self.keys.reload()
-
     @property
     def url(self) -> str:
         """The router's URL for clients on this machine."""

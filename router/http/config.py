@@ -110,9 +110,7 @@ class HttpOptions:
     )
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = flag(
-        None, "the keys of clients, one a line; read again on SIGHUP", Path, "FILE"
-    )
+    api_key_file: Path | None = flag(None, "the keys of clients, one a line", Path, "FILE")
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_key_file: Path | None = flag(None, "those of administrators, likewise", Path, "FILE")
     share_cache_across_api_keys: bool = flag(
@@ -126,11 +124,6 @@ class HttpOptions:
         """The URL for clients on this machine, when the router listens on `port`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    @property
-    def has_files(self) -> bool:
-        """True when there are files of API keys, which are read again on SIGHUP."""
-        return self.api_key_file is not None or self.admin_api_key_file is not None
 
     def own_port(self, index: int) -> int:
         """The port that no other router than `index` listens on; 0: a free one."""
