@@ -6,7 +6,6 @@ Exit code 0 after SIGTERM or Ctrl-C, 1 when the service could not start or broke
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -36,16 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(config: RouterConfig, flags: Sequence[str]) -> int:
-    import asyncio
-
     from router.processes.child_process import ChildFailed
     from router.processes.stopping import stop_on_signals, unless
     from router.processes.supervisor import Supervisor
 
     supervisor = Supervisor(config, flags)
     stop = stop_on_signals(supervisor.kill)
-    if config.http.has_files:  # else SIGHUP ends the process, as it should when its terminal is closed
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, supervisor.reload_files)
     code = 0
     async with supervisor:
         try:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ from router.request.generation import Generator
 from router.request.prompt import Prompt
 from router.text.served_model import ModelSlot, ServedModel
 from shared.errors import ConfigError
-from shared.log import event, warn
+from shared.log import event
 from shared.model.files import resolve_model
 from shared.protocol.dial_socket import MAX_SOCKETS
 from shared.protocol.messages import Role, Work
@@ -99,10 +98,6 @@ class Router:
     ) -> None:
         """Close every connection to a node."""
         await self._exits.aclose()
-
-    def reload_files(self) -> None:
-        """Read the files of API keys again."""
-        self.keys.reload()
 
     @property
     def url(self) -> str:
@@ -322,21 +317,13 @@ class Router:
             self.model.get().tokenizer.close()
 
 
-def open_traces(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> Traces | None:
-    """Where traces go, if the flag or OpenTelemetry's variables name a collector. Raises ConfigError."""
-    variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if disabled or environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
-        return None
-    variable = next(filter(environment.get, variables), None)
-    if endpoint is None and variable is None:
+def open_traces(endpoint: str | None) -> Traces | None:
+    """Where traces go, if the flag names a collector. Raises ConfigError."""
+    if endpoint is None:
         return None
     try:
         from router.api.traces import Traces
     except ModuleNotFoundError as error:
-        if endpoint is None:  # a variable may be meant for all processes of a cluster
-            warn("no_traces", reason=f"{variable} is set, but {error.name} is missing: baton-serve[otel]")
-            return None
         raise ConfigError(
             f"--otlp-traces-endpoint needs the package {error.name}: pip install baton-serve[otel]"
         ) from None

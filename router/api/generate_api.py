@@ -15,7 +15,6 @@ from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.openapi import new_routes
-from router.http.config import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.responses import DATA_ONLY, answers
 from router.request.admission import AdmissionOfRequest
@@ -78,13 +77,13 @@ async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
         Prompts("text", body.text) if body.text is not None else Prompts("input_ids", body.input_ids or [])
     )
     given.check(model, limits)
-    asked = _samplings(body, given, model.vocab_size, limits)
-    limits.check("max_batch_size", "sampling_params", sum(options.n for _, options in asked))
+    asked = _samplings(body, given, model.vocab_size)
+    limits.check_batch("sampling_params", sum(options.n for _, options in asked))
     given_rid = requested_rid(body.rid, intake.headers)
     rids = given.rids(given_rid)
     extra_keys = given.each("extra_key", body.extra_key, "")
     routing_key = read_routing_key(body.routing_key, intake.headers)
-    logprobs = _logprobs(body, given, model.vocab_size, limits)
+    logprobs = _logprobs(body, given, model.vocab_size)
     whole = given_rid if isinstance(given_rid, str) else None
     intake.admission.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
     ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
@@ -119,30 +118,25 @@ async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
 
 
 def _samplings(
-    body: GenerateBody, given: Prompts, vocab_size: int, limits: HttpLimits
+    body: GenerateBody, given: Prompts, vocab_size: int
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
     asked = body.sampling_params
     if not isinstance(asked, list):
         of_all = asked or NativeSampling()
         bound = of_all.max_new_tokens
-        return read_samplings(of_all, bound, len(given), vocab_size, limits, "sampling_params")
+        return read_samplings(of_all, bound, len(given), vocab_size, "sampling_params")
     bodies = given.each("sampling_params", asked, NativeSampling())
     return [
-        read_sampling(params, params.max_new_tokens, vocab_size, limits, f"sampling_params[{at}]")
+        read_sampling(params, params.max_new_tokens, vocab_size, f"sampling_params[{at}]")
         for at, params in enumerate(bodies)
     ]
 
 
-def _logprobs(
-    body: GenerateBody, given: Prompts, vocab_size: int, limits: HttpLimits
-) -> list[LogprobParams | None]:
+def _logprobs(body: GenerateBody, given: Prompts, vocab_size: int) -> list[LogprobParams | None]:
     """The logprobs that are asked for each prompt; None where none are. An error names the list's item."""
     wanted = given.each("return_logprob", body.return_logprob, False)
     starts = given.each("logprob_start_len", body.logprob_start_len, OUTPUTS_ONLY)
     top_nums = given.each("top_logprobs_num", body.top_logprobs_num, 0)
-    for at, top_num in enumerate(top_nums):
-        place = f"[{at}]" if isinstance(body.top_logprobs_num, list) else ""
-        limits.check("max_logprobs", f"top_logprobs_num{place}", top_num)
     ids: Any = body.token_ids_logprob or []
     if ids and not isinstance(ids[0], int):
         rows: list[list[int]] = given.each("token_ids_logprob", ids, [])

@@ -40,13 +40,12 @@ from router.api.openai_answers import (
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.api.openai_requests import OpenAIRequest, read_chat, read_completion, unknown_model
 from router.api.openapi import new_routes
-from router.api.tool_calls import ForcedCall, Reader
 from router.http.answer import Answer
 from router.http.responses import DATA_ONLY, answers, json_response
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
 from router.request.output_text import LengthReason, StopReason, kind_of
-from router.text.reply_parser import CallDelta, ReplyDelta
+from router.text.reply_parser import CallDelta, ReplyDelta, ReplyReader
 from router.text.served_model import ServedModel
 
 
@@ -235,14 +234,13 @@ class ChatShape(OpenAIShape):
     def __init__(self, asked: OpenAIRequest, model: ServedModel) -> None:
         super().__init__(asked, model)
         self._reads = asked.reads
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, ReplyReader] = {}
         self._num_scored: dict[int, int] = {}
         """Of each sequence the tokens that were told, or left out, with their logprobs."""
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
         """The event with the role."""
-        content = None if isinstance(self._reads, ForcedCall) else ""
-        delta = ChatDelta(role="assistant", content=content, refusal=None)
+        delta = ChatDelta(role="assistant", content="", refusal=None)
         timeline = self._timeline(generation)
         return self.event([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
 
@@ -272,7 +270,7 @@ class ChatShape(OpenAIShape):
         choices = [self._choice(index, generation) for index, generation in enumerate(chosen)]
         return ChatCompletion(**self._head, choices=choices, usage=self.usage(generations))
 
-    def _reader(self, generation: Generation) -> Reader | None:
+    def _reader(self, generation: Generation) -> ReplyReader | None:
         if generation.index not in self._readers and self._reads is not None:
             self._readers[generation.index] = self._reads.reader()
         return self._readers.get(generation.index)
@@ -288,9 +286,7 @@ class ChatShape(OpenAIShape):
         else:
             said = reader.feed(generation.output.texts, generation.output.end, is_cut=_is_cut(generation))
             calls = list(_whole_calls(said.calls))
-            content = (
-                None if isinstance(self._reads, ForcedCall) or (calls and not said.content) else said.content
-            )
+            content = None if calls and not said.content else said.content
             message = ChatMessage(content=content, tool_calls=calls or UNSET, **self._reasoning(said))
         return ChatChoice(
             index=index,
@@ -300,7 +296,7 @@ class ChatShape(OpenAIShape):
             **self._timeline(generation),
         )
 
-    def _more(self, generation: Generation, reader: Reader | None, text: str) -> ChatDelta:
+    def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatDelta:
         if reader is None:
             return ChatDelta(content=text or UNSET)
         end = generation.output.end if generation.finish_reason is not None else None
@@ -313,7 +309,9 @@ class ChatShape(OpenAIShape):
             return {}
         return {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
 
-    def _logprobs(self, generation: Generation, first: int, reader: Reader | None) -> ChatLogprobs | None:
+    def _logprobs(
+        self, generation: Generation, first: int, reader: ReplyReader | None
+    ) -> ChatLogprobs | None:
         if not self._asked.with_logprobs:
             return None
         if reader is None:
@@ -376,7 +374,7 @@ def _is_cut(generation: Generation) -> bool:
     return isinstance(generation.finish_reason, LengthReason)
 
 
-def _end(generation: Generation, reader: Reader | None = None) -> dict[str, Any]:
+def _end(generation: Generation, reader: ReplyReader | None = None) -> dict[str, Any]:
     """`finish_reason` and `matched_stop`, both null while the sequence runs."""
     reason = generation.finish_reason
     kind = None if reason is None else kind_of(reason)

@@ -14,7 +14,6 @@ from pydantic import (
 )
 
 from router.http.body import Body, FailFast, OneOf, Refused, about, text_or
-from router.http.config import MAX_CHOICES
 from router.request.fields import (
     CHOSEN_HERE,
     AddSpecialTokens,
@@ -28,7 +27,7 @@ from router.request.fields import (
     TokenIds,
     TopNum,
 )
-from router.request.sampling import JsonSchema, NewTokens, SamplingBody
+from router.request.sampling import MAX_CHOICES, JsonSchema, NewTokens, SamplingBody
 
 NoEffect = Annotated[Any, about("Taken from OpenAI's clients; has no effect.")]
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pydantic
@@ -23,14 +23,13 @@ from router.api.openai_bodies import (
     ResponseFormat,
     StreamOptions,
 )
-from router.api.tool_calls import EnforcedCalls, ForcedCall, Reasoning, of_objects
 from router.http.body import wrong_input
 from router.http.config import HttpLimits
 from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
 from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key
 from router.request.sampling import AskedGrammar, read_sampling, read_samplings, schema_grammar
-from router.text.reply_parser import THINK, ReplyRegions
+from router.text.reply_parser import THINK, ReplyRegions, enforced_form
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.logprobs import OUTPUTS_ONLY, LogprobParams
@@ -41,6 +40,10 @@ _DEFAULT_MAX_TOKENS = 16
 """OpenAI's, of /v1/completions; a chat without a bound has as much as fits."""
 _AS_MUCH_AS_FITS = 2**31 - 1
 _ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Reasoning = Literal["", "open", "free"]
+"""Before a call: none, the rest of what the prompt ends in, or as the model likes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class OpenAIRequest(Asked):
     """A checked body of either route. `id` is the client's rid or a random one.
 
     `echoes` are the prompts' texts if the answers begin with them. The answer has the `best_n` sequences of each
-    prompt (None: all). `reads` says what is read of a chat's answers: the call that they must be, or regions.
+    prompt (None: all). `reads` says which regions are read of a chat's answers; None: all is content.
     """
 
     id: str
@@ -57,7 +60,7 @@ class OpenAIRequest(Asked):
     with_logprobs: bool
     echoes: Sequence[str] | None = None
     best_n: int | None = None
-    reads: ReplyRegions | ForcedCall | None = None
+    reads: ReplyRegions | None = None
     hides_reasoning: bool = False
 
 
@@ -68,15 +71,15 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     given = Prompts("prompt", body.prompt)
     given.check(model, limits)
     num_prompts = len(given)
-    best_of = _best_of(body, limits)
-    limits.check("max_batch_size", "n" if body.best_of is None else "best_of", num_prompts * best_of)
+    best_of = _best_of(body)
+    limits.check_batch("n" if body.best_of is None else "best_of", num_prompts * best_of)
     bounds = (body.max_tokens, body.max_completion_tokens)
     max_new_tokens = next((bound for bound in bounds if bound is not None), _DEFAULT_MAX_TOKENS)
     own = format_grammar(body.response_format)
-    asked = read_samplings(body, max_new_tokens, num_prompts, model.vocab_size, limits, own_grammar=own)
+    asked = read_samplings(body, max_new_tokens, num_prompts, model.vocab_size, own_grammar=own)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), "cmpl-", given)
     routing_key = read_routing_key(body.routing_key, intake.headers)
-    asked_logprobs = _completion_logprobs(body.logprobs, limits, echo=body.echo)
+    asked_logprobs = _completion_logprobs(body.logprobs, echo=body.echo)
     # `best` ranks sequences by their logprobs, also where the client asks for none.
     logprobs = asked_logprobs or (LogprobParams() if best_of > body.n else None)
     intake.admission.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
@@ -116,13 +119,13 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     """
     model, limits = intake.model, intake.limits
     _check_model(body.model, model)
-    wanted = _chat_logprobs(body.logprobs, body.top_logprobs, limits)
+    wanted = _chat_logprobs(body.logprobs, body.top_logprobs)
     calls = _wanted_calls(body, model)
     given = (body.max_completion_tokens, body.max_tokens)
     max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
-    own = calls.grammar if calls else format_grammar(body.response_format)  # a format is for text
-    params, options = read_sampling(body, max_new_tokens, model.vocab_size, limits, own_grammar=own)
-    limits.check("max_batch_size", "n", options.n)
+    own = _call_grammar(calls) if calls else format_grammar(body.response_format)  # a format is for text
+    params, options = read_sampling(body, max_new_tokens, model.vocab_size, own_grammar=own)
+    limits.check_batch("n", options.n)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, Prompts("messages", ""))
     routing_key = read_routing_key(body.routing_key, intake.headers)
     intake.admission.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
@@ -130,9 +133,9 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
     reasoning = _reasoning(model, text)
     if calls is not None:
-        params = msgspec.structs.replace(params, grammar=calls.grammar_behind(reasoning, model.form).grammar)
-    reads = _reads(body, model, calls, reasoning)
-    if reads is not None and model.writes_special_tokens:
+        params = msgspec.structs.replace(params, grammar=_call_grammar(calls, reasoning).grammar)
+    reads = _reads(body, model, reasoning, enforces=calls is not None)
+    if reads is not None and (calls is not None or model.writes_special_tokens):
         options = replace(options, skip_special_tokens=False)
     prompt = Prompt(
         rid=rids[0],
@@ -225,26 +228,23 @@ def format_grammar(asked: ResponseFormat | None) -> AskedGrammar | None:
     return found
 
 
-def _chat_logprobs(wanted: bool, top_num: int, limits: HttpLimits) -> LogprobParams | None:
+def _chat_logprobs(wanted: bool, top_num: int) -> LogprobParams | None:
     """The logprobs that a chat's `logprobs` and `top_logprobs` ask for. Raises RequestError."""
-    limits.check("max_logprobs", "top_logprobs", top_num)
     if top_num and not wanted:
         raise wrong("top_logprobs", "left out, or logprobs be true", top_num)
     return LogprobParams(top_num=top_num) if wanted else None
 
 
-def _completion_logprobs(top_num: int | None, limits: HttpLimits, *, echo: bool) -> LogprobParams | None:
+def _completion_logprobs(top_num: int | None, *, echo: bool) -> LogprobParams | None:
     """The logprobs that a completion's `logprobs` asks for. With `echo` the prompt's tokens have logprobs too."""
     if top_num is None:
         return None
-    limits.check("max_logprobs", "logprobs", top_num)
     return LogprobParams(start_len=0 if echo else OUTPUTS_ONLY, top_num=top_num)
 
 
-def _wanted_calls(body: ChatBody, model: ServedModel) -> ForcedCall | EnforcedCalls | None:
+def _wanted_calls(body: ChatBody, model: ServedModel) -> CallGrammar | None:
     """The calls that a grammar guarantees, if any. Raises RequestError for a choice that cannot be served."""
-    choice = body.tool_choice
-    mode, named = _mode_and_named(choice)
+    mode, named = _mode_and_named(body.tool_choice)
     tools = body.tools or []
     if not tools and (named or mode == "required"):
         raise RequestError("tool_choice needs tools, and there are none", param="tool_choice")
@@ -261,31 +261,41 @@ def _wanted_calls(body: ChatBody, model: ServedModel) -> ForcedCall | EnforcedCa
         if one.function.name not in places:
             why = f"tool_choice names {one.function.name!r}, which is not among the tools"
             raise RequestError(why, param="tool_choice")
-    allowed = {one.function.name for one in named} or places.keys()
-    is_named = isinstance(choice, NamedTool)
-    family = model.form.grammar if model.form is not None else ""
-    if family:
-        wanted = []
-        for name, at in places.items():
-            if name in allowed:
-                function = tools[at].function
-                parameters = of_objects(function.parameters, f"tools[{at}].function.parameters")
-                strict = mode != "auto" or function.strict
-                wanted.append({"function": {"name": name, "parameters": parameters, "strict": strict}})
-        calls = CallGrammar(
-            family=family,
-            tools=wanted,
-            choice="auto" if mode == "auto" else "required",
-            parallel=body.parallel_tool_calls and not is_named,
-        )
-        return EnforcedCalls(calls=calls, field="tools", is_named=is_named)
-    if mode == "auto":
+    if mode == "auto" and not (model.form is not None and model.form.grammar):
         return None
-    schemas = {name: tools[at].function.parameters for name, at in places.items()}
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        return ForcedCall.named(name, schemas[name], f"tools[{places[name]}].function.parameters")
-    return ForcedCall.any_of(schemas, "tools", allowed)
+    allowed = {one.function.name for one in named} or places.keys()
+    wanted = []
+    for name, at in places.items():
+        if name in allowed:
+            function = tools[at].function
+            parameters = _of_objects(function.parameters, f"tools[{at}].function.parameters")
+            strict = mode != "auto" or function.strict
+            wanted.append({"function": {"name": name, "parameters": parameters, "strict": strict}})
+    form = enforced_form(model.form)
+    return CallGrammar(
+        family=form.grammar,
+        tools=wanted,
+        choice="auto" if mode == "auto" else "required",
+        parallel=body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
+        think=form.think,
+        behind_reasoning=form.behind_reasoning,
+        frame=form.frame,
+    )
+
+
+def _call_grammar(calls: CallGrammar, reasoning: Reasoning = "") -> AskedGrammar:
+    """The grammar of an answer that begins with this reasoning."""
+    whole = msgspec.structs.replace(calls, reasoning=reasoning)
+    return AskedGrammar("tools", Grammar("calls", msgspec.json.encode(whole).decode()))
+
+
+def _of_objects(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """The schema at `where`, of objects alone. Where it has `$ref`, `anyOf` or values, nodes check the type."""
+    parameters = parameters or _NO_ARGUMENTS
+    types = parameters.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise wrong(f"{where}.type", "'object', since arguments are an object", types)
+    return {**parameters, "type": "object"}
 
 
 def _mode_and_named(
@@ -310,26 +320,23 @@ def _reasoning(model: ServedModel, prompt: str) -> Reasoning:
 
 
 def _reads(
-    body: ChatBody, model: ServedModel, calls: ForcedCall | EnforcedCalls | None, reasoning: Reasoning
-) -> ReplyRegions | ForcedCall | None:
-    """What is read of answers; None: nothing."""
-    form = model.form
-    has_calls = form is not None and bool(body.tools) and body.tool_choice != "none"
+    body: ChatBody, model: ServedModel, reasoning: Reasoning, *, enforces: bool
+) -> ReplyRegions | None:
+    """What is read of answers; None: nothing. Where a grammar `enforces` calls, they have its form."""
+    form = enforced_form(model.form) if enforces else model.form
+    has_calls = enforces or (form is not None and bool(body.tools) and body.tool_choice != "none")
     reasons = model.reasons and body.separate_reasoning
-    regions = ReplyRegions(
+    if not (has_calls or reasons or (form is not None and form.is_framed)):
+        return None
+    return ReplyRegions(
         form=form,
         has_calls=has_calls,
         reasons=reasons,
         in_reasoning=reasoning == "open",
         tools=[{"function": tool.function.sent} for tool in body.tools or ()],
         is_one_call=not body.parallel_tool_calls,
-        is_named=isinstance(calls, EnforcedCalls) and calls.is_named,
+        is_named=isinstance(body.tool_choice, NamedTool),
     )
-    if isinstance(calls, ForcedCall):
-        is_framed = form is not None and form.is_framed
-        before = replace(regions, has_calls=False, reasons=True) if reasoning or is_framed else None
-        return replace(calls, before=before)
-    return regions if has_calls or reasons or (form is not None and form.is_framed) else None
 
 
 def unknown_model(name: str, model: ServedModel) -> RequestError:
@@ -353,11 +360,10 @@ def _ids(given: str | list[str] | None, prefix: str, prompts: Prompts) -> tuple[
     return reply_id, prompts.rids(given if isinstance(given, list) else reply_id)
 
 
-def _best_of(body: CompletionBody, limits: HttpLimits) -> int:
+def _best_of(body: CompletionBody) -> int:
     """How many sequences of each prompt are generated."""
     if body.best_of is None:
         return body.n
-    limits.check("max_n", "best_of", body.best_of)
     if body.best_of < body.n:
         raise wrong("best_of", f"at least n, {body.n}", body.best_of)
     if body.stream and body.best_of > body.n:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from router.api.openai_requests import OpenAIRequest
-from router.api.tool_calls import Reader
 from router.http.responses import StreamForm
 from router.request.generation import Generation, GenerationGroup
 from router.request.output_text import LengthReason
-from router.text.reply_parser import ReplyDelta
+from router.text.reply_parser import ReplyDelta, ReplyReader
 from router.text.served_model import ServedModel
 
 Event = dict[str, Any]
@@ -51,7 +50,7 @@ Change = tuple[Literal["begin", "more", "end"], Block, str]
 class ReplyBlocks:
     """Reads one sequence as blocks."""
 
-    def __init__(self, reader: Reader | None, *, hides_reasoning: bool) -> None:
+    def __init__(self, reader: ReplyReader | None, *, hides_reasoning: bool) -> None:
         self.blocks: list[Block] = []
         self._reader = reader
         self._hides_reasoning = hides_reasoning

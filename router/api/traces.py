@@ -7,7 +7,7 @@
     └── router streaming            from its first token on
 
 The router makes all spans (ADR 37): nodes report their stages to it anyway, and need no SDK, collector or header.
-The attributes are those of vLLM (`gen_ai.*`) and Baton's own (`baton.*`). The SDK reads its OTEL_* variables.
+The attributes are those of vLLM (`gen_ai.*`) and Baton's own (`baton.*`). The SDK reads its other OTEL_* variables.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SDK_LOGGER = "opentelemetry"
 class Traces:
     """Sends spans from a thread of the SDK, whose queue is bounded and drops what does not fit. `close` ends it."""
 
-    def __init__(self, endpoint: str | None = None) -> None:
-        """Send to `endpoint`, the whole URL; None: to that of the OTEL_EXPORTER_OTLP_* variables."""
+    def __init__(self, endpoint: str) -> None:
+        """Send to `endpoint`, the whole URL."""
         self._log = _SdkLog()
         logger = logging.getLogger(_SDK_LOGGER)
         logger.addHandler(self._log)

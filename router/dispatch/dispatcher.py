@@ -221,7 +221,6 @@ class Dispatcher:
             attempt.num_told[node.role] = entry.position + len(entry.token_ids)
             if entry.report is not None:
                 attempt.reports[node.role], _ = believed(entry.report)
-                attempt.heard_at[node.role] = now
             if entry.token_ids:
                 self._view.computed(attempt)
             if attempt is req.moving:

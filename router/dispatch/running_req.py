@@ -137,8 +137,6 @@ class Attempt:
     finished_by: Node | None = None
     sent_at: float = 0.0
     reports: dict[Role, ReqReport] = field(default_factory=dict)
-    heard_at: dict[Role, float] = field(default_factory=dict)
-    """When they came."""
     num_told: dict[Role, int] = field(default_factory=dict)
 
 

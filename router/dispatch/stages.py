@@ -2,7 +2,7 @@
 
     stages_of(req) ──▶ NodeStages of each node ─┬─ stays: seconds of each stage      /metrics, the request log
                                                 ├─ measure_start: the first token    timeline, slow_because
-                                                └─ spans: on the router's clock      traces
+                                                └─ stage_spans                       traces
 
 Durations come from the stamps of one node each, since the clocks of two hosts are never compared. What the time to
 the first token went to:
@@ -22,10 +22,6 @@ the first token went to:
 Both nodes hear of the sequence at the same time. Of the time that the prefill node kept it queued, the decode
 node's share is therefore the reservation, what a fetch took beyond that is the fetch, and the rest is the queue. What
 is left of the transfer stage behind fetch, queue and prefill is the transfer.
-
-For traces a node's stamps are put on the router's clock. What is known of the node's: it heard of the sequence after
-the router had sent it, and reported before the router heard. Stamps that contradict this are shifted, all of one node
-by the same time, and by as little as is possible. So stages keep their lengths, and clocks that agree are left alone.
 """
 
 from __future__ import annotations
@@ -77,17 +73,6 @@ class NodeStages:
     def first_stays(self) -> dict[str, float]:
         """Of each stage the seconds of the first stay."""
         return dict(reversed(self.stays))
-
-    def on_routers_clock(self, wall_s: float) -> list[Stamp]:
-        """The stamps in seconds since the epoch as the router counts them, which is its own clock plus `wall_s`."""
-        attempt, stamps = self.attempt, self.stamps
-        least = attempt.sent_at + wall_s - stamps[0].time
-        own = attempt.reports.get(self.node.role)
-        most = float("inf")
-        if own is not None and own.stamps:
-            most = attempt.heard_at[self.node.role] + wall_s - own.stamps[-1].time
-        shift = min(max(0.0, least), most) if least <= most else least
-        return [Stamp(stamp.role, stamp.stage, stamp.time + shift) for stamp in stamps]
 
 
 def stages_of(req: RunningReq) -> list[NodeStages]:
@@ -241,7 +226,7 @@ def _transfer_s(node: Node, nbytes: int) -> float | None:
 # ------------------------------------------------------------------------------------------------- traces
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One stay in a stage, from `began` to `ended`, in seconds of the router's clock."""
+    """One stay in a stage, from `began` to `ended`, in seconds of the node's clock."""
 
     node: Node
     attempt: int
@@ -256,21 +241,21 @@ def stage_spans(req: RunningReq, wall_s: float) -> list[StageSpan]:
     `wall_s` is what has to be added to the router's clock of deadlines to get seconds since the epoch.
     """
     assert req.ended_at is not None
-    parts = [(part, part.on_routers_clock(wall_s)) for part in stages_of(req)]
+    parts = stages_of(req)
     decoding: dict[ReqKey, float] = {}
-    for part, stamps in parts:
-        for stamp in stamps:
+    for part in parts:
+        for stamp in part.stamps:
             if part.node.role is Role.DECODE and stamp.stage == ReqStage.DECODING:
                 decoding.setdefault(part.attempt.key, stamp.time)
     spans: list[StageSpan] = []
-    for part, stamps in parts:
+    for part in parts:
         end = req.ended_at + wall_s
         if part.node.role is Role.PREFILL:  # its part ends when the decode node has all pages
             end = decoding.get(part.attempt.key, end)
-        ends = [*(stamp.time for stamp in stamps[1:]), end]
+        ends = [*(stamp.time for stamp in part.stamps[1:]), end]
         spans += [
             StageSpan(part.node, part.attempt.key.attempt, stamp.stage, stamp.time, max(stamp.time, over))
-            for stamp, over in zip(stamps, ends, strict=True)
+            for stamp, over in zip(part.stamps, ends, strict=True)
             if stamp.stage != ReqStage.FINISHED
         ]
     return spans

@@ -30,7 +30,7 @@ from router.http.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
 from router.http.responses import refuse
 from shared.errors import ConfigError, RequestError
-from shared.log import event, warn
+from shared.log import warn
 from shared.protocol.loopback import is_loopback
 
 OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
@@ -87,7 +87,6 @@ class ApiKeys:
     def __init__(self, *, clients: KeySource, admins: KeySource, share_cache: bool = False) -> None:
         """With `share_cache`, cached prefixes of one key serve the requests of all."""
         self._share_cache = share_cache
-        self._sources = clients, admins
         self._clients, self._admins = clients.digests(), admins.digests()
 
     @property
@@ -104,16 +103,6 @@ class ApiKeys:
     def admins_need_no_key(self) -> bool:
         """True when no key guards the routes for administrators."""
         return self.access(b"") is Access.ADMIN
-
-    def reload(self) -> None:
-        """Read the files again. If one cannot be used, all keys stay as they are, and a warning says why."""
-        clients, admins = self._sources
-        try:
-            self._clients, self._admins = clients.digests(), admins.digests()
-        except ConfigError as e:
-            warn("api_keys_not_read", reason=e)
-            return
-        event("api_keys_read", num_keys=len(self._clients), num_admin_keys=len(self._admins))
 
     def cache_owner(self, authorization: bytes) -> bytes:
         """The digest of the sender's key; empty for a sender without a key, and where all share one cache."""

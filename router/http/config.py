@@ -14,25 +14,14 @@ from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
 from shared.errors import RequestError, maximum_context
 from shared.flags import flag, fraction, or_auto, whole
-from shared.protocol.logprobs import MAX_TOP_LOGPROBS
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import Role
-from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS
 
 MAX_ROUTER_WORKERS = 64
 _SECONDS = fraction(0.1, 86400.0)
 
 
 MAX_BATCH_SIZE = 65_536
-MAX_CHOICES = 1024
-MAX_STOPS = 1024
-_COUNTED = {
-    "max_batch_size": "sequences in one request",
-    "max_n": "answers to one prompt",
-    "max_stops": "stops",
-    "max_logprobs": "of the likeliest tokens",
-    "max_grammar_chars": "characters",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +35,14 @@ class HttpLimits:
     max_prompt_tokens: int | None = flag(
         None, "tokens of one prompt; None: what fits context and KV pool of the nodes", whole(1), "TOKENS"
     )
-    max_n: int = flag(128, "answers to one prompt", whole(1, MAX_CHOICES), "N")
-    max_stops: int = flag(64, "stop strings, and stop patterns", whole(0, MAX_STOPS), "N")
-    max_logprobs: int = flag(
-        MAX_TOP_LOGPROBS, "likeliest tokens told at each position", whole(0, MAX_TOP_LOGPROBS), "N"
-    )
-    max_grammar_chars: int = flag(
-        MAX_GRAMMAR_CHARS,
-        "size of a JSON schema, regular expression or EBNF",
-        whole(1, MAX_GRAMMAR_CHARS),
-        "CHARS",
-    )
 
-    def check(self, limit: str, field: str, number: int) -> None:
-        """Refuse a `field` of a request with a number above this limit."""
-        most = getattr(self, limit)
-        if number > most:
-            flag = f"--{limit.replace('_', '-')}"
-            raise RequestError(f"{field}: {number} {_COUNTED[limit]}; at most {most} ({flag})", param=field)
+    def check_batch(self, field: str, num_sequences: int) -> None:
+        """Refuse a request whose `field` makes too many sequences."""
+        if num_sequences > self.max_batch_size:
+            raise RequestError(
+                f"{field}: {num_sequences} sequences; at most {self.max_batch_size} (--max-batch-size)",
+                param=field,
+            )
 
     def check_prompt(self, input_ids: Sequence[int], where: str, field: str) -> None:
         """Refuse a prompt without tokens, or with too many. `where` names the prompt, and `field` its field."""
@@ -109,7 +88,7 @@ class HttpOptions:
     otlp_traces_endpoint: str | None = flag(
         None,
         "send a trace of each sequence there, by OTLP over HTTP, such as http://HOST:4318/v1/traces (needs "
-        "baton-serve[otel]); None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set",
+        "baton-serve[otel])",
         metavar="URL",
     )
     served_model_name: str | None = flag(
@@ -131,9 +110,7 @@ class HttpOptions:
     )
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = flag(
-        None, "the keys of clients, one a line; read again on SIGHUP", Path, "FILE"
-    )
+    api_key_file: Path | None = flag(None, "the keys of clients, one a line", Path, "FILE")
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_key_file: Path | None = flag(None, "those of administrators, likewise", Path, "FILE")
     share_cache_across_api_keys: bool = flag(
@@ -147,11 +124,6 @@ class HttpOptions:
         """The URL for clients on this machine, when the router listens on `port`."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    @property
-    def has_files(self) -> bool:
-        """True when there are files of API keys, which are read again on SIGHUP."""
-        return self.api_key_file is not None or self.admin_api_key_file is not None
 
     def own_port(self, index: int) -> int:
         """The port that no other router than `index` listens on; 0: a free one."""

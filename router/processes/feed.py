@@ -25,13 +25,6 @@ class NodeExited(Struct, frozen=True):
     crashed: bool
 
 
-class ReloadFiles(Struct, frozen=True):
-    """Read the files of API keys again.
-
-    It is a message, since a signal would end a router that is starting.
-    """
-
-
 class Listed(Struct, frozen=True):
     """What discoveries list now: the address of each node."""
 
@@ -44,7 +37,7 @@ class LogKey(Struct, frozen=True):
     key: bytes
 
 
-ToRouter = Announcement | NodeExited | ReloadFiles | Listed | LogKey
+ToRouter = Announcement | NodeExited | Listed | LogKey
 
 _LENGTH_NBYTES = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from router.flags import build_parser, router_config
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
-from router.processes.feed import FeedThread, Listed, LogKey, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import FeedThread, Listed, LogKey, NodeExited, ToRouter
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
 from router.text.served_model import ServedModel
@@ -58,7 +57,6 @@ def main(argv: Sequence[str]) -> int:
 
     Returns 0, or a code of `child_process.GAVE_UP`: 2 for a wrong flag or model, 3 for a failed first generation.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor's business; it sends ReloadFiles
     index, http_port, life, *flags = argv
     args = build_parser().parse_args(flags)
     log.setup(args.log_level, f"router-{index}")
@@ -177,8 +175,6 @@ async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
         match await messages.get():
             case NodeExited(node_id, role, reason, crashed):
                 router.membership.node_exited(node_id, role, reason, crashed=crashed)
-            case ReloadFiles():
-                router.reload_files()
             case Listed(addresses):
                 router.membership.on_listing(addresses)
             case LogKey(key):

@@ -30,7 +30,7 @@ from router.nodes.discovery import DnsDiscovery, Listing
 from router.nodes.join_socket import JoinSocket
 from router.processes import feed
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
-from router.processes.feed import Listed, LogKey, NodeExited, ReloadFiles, ToRouter
+from router.processes.feed import Listed, LogKey, NodeExited, ToRouter
 from shared.cpu_cores import split_cores
 from shared.errors import ConfigError
 from shared.log import event
@@ -118,10 +118,6 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
         """SIGKILL for every child."""
         for child in self._children:
             child.kill("second signal to stop")
-
-    def reload_files(self) -> None:
-        """Have every router read the files of API keys again."""
-        self._send_to_routers(ReloadFiles())
 
     # --------------------------------------------------------------------------------------- children
     def _router(self, index: int, stdout: int | None) -> ChildProcess:

@@ -118,7 +118,7 @@ class Prompts:
 
     def check(self, model: ServedModel, limits: HttpLimits) -> None:
         """Refuse too many prompts, and ids that the model does not have."""
-        limits.check("max_batch_size", self.field, len(self))
+        limits.check_batch(self.field, len(self))
         for at, row in enumerate(self.ids):
             check_token_ids(f"{self.field}[{at}]" if self.is_list else self.field, row, model.vocab_size)
 

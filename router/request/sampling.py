@@ -11,7 +11,6 @@ import msgspec
 from pydantic import Field, WithJsonSchema
 
 from router.http.body import Body, OneOf, Refused, about, one_or_more
-from router.http.config import MAX_CHOICES, MAX_STOPS, HttpLimits
 from router.http.wording import shown, wrong
 from router.request.fields import TokenIds
 from router.request.prompt import AnswerOptions, check_token_ids
@@ -27,6 +26,9 @@ from shared.protocol.sampling_params import (
     TokenBias,
 )
 
+MAX_CHOICES = 128
+"""The most answers to one prompt."""
+MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_REGEXES = 16
 MAX_STOP_REGEX_CHARS = 1024
@@ -82,7 +84,7 @@ class SamplingBody(Body):
 
     min_new_tokens: NewTokens = about("Nothing ends it before.", 0)
     chosen_seed: Seed = Field(default=None, alias="seed")
-    n: int = about("Answers to each prompt; at most --max-n.", 1, ge=1, le=MAX_CHOICES)
+    n: int = about("Answers to each prompt.", 1, ge=1, le=MAX_CHOICES)
     temperature: float = about("Divides the logits; 0 takes the most likely token.", 1.0, ge=0, le=1e6)
     top_p: float = about("Samples from the likeliest tokens that have this share.", 1.0, gt=0, le=1)
     top_k: int = about("Samples from this many of the likeliest tokens; -1: all.", -1, ge=-1, le=_ANY_COUNT)
@@ -98,7 +100,7 @@ class SamplingBody(Body):
     stop: Annotated[
         str | list[str] | None,
         one_or_more("a string or a list of strings", "str", StopString, MAX_STOPS),
-    ] = about("The text ends before the first of these that comes; at most --max-stops.", None)
+    ] = about("The text ends before the first of these that comes.", None)
     stop_token_ids: TokenIds | None = about(
         "Token ids that end it, beside the model's.", None, max_length=_MAX_STOP_IDS
     )
@@ -143,7 +145,6 @@ def read_sampling(
     body: SamplingBody,
     max_new_tokens: int,
     vocab_size: int,
-    limits: HttpLimits,
     path: str = "",
     own_grammar: AskedGrammar | None = None,
 ) -> tuple[SamplingParams, AnswerOptions]:
@@ -160,18 +161,13 @@ def read_sampling(
         raise wrong(f"{at}top_k", "-1 (all tokens) or at least 1", 0)
     stop_token_ids = body.stop_token_ids or []
     check_token_ids(f"{at}stop_token_ids", stop_token_ids, vocab_size)
-    limits.check("max_n", f"{at}n", body.n)
-    stop, stop_regex = _as_tuple(body.stop), _as_tuple(body.stop_regex)
-    limits.check("max_stops", f"{at}stop", len(stop))
-    limits.check("max_stops", f"{at}stop_regex", len(stop_regex))
     asked = _only_grammar(
         (
             schema_grammar(f"{at}json_schema", body.json_schema),
             _text_grammar(f"{at}regex", "regex", body.regex),
             _text_grammar(f"{at}ebnf", "ebnf", body.ebnf),
             own_grammar,
-        ),
-        limits,
+        )
     )
     params = SamplingParams(
         max_new_tokens=min(max_new_tokens, _MAX_TOKENS),
@@ -191,8 +187,8 @@ def read_sampling(
     )
     return params, AnswerOptions(
         n=body.n,
-        stop=stop,
-        stop_regex=stop_regex,
+        stop=_as_tuple(body.stop),
+        stop_regex=_as_tuple(body.stop_regex),
         stop_regex_field=f"{at}stop_regex",
         no_stop_trim=body.keeps_stop,
         skip_special_tokens=body.skip_special_tokens,
@@ -205,26 +201,27 @@ def read_samplings(
     max_new_tokens: int,
     num_prompts: int,
     vocab_size: int,
-    limits: HttpLimits,
     path: str = "",
     own_grammar: AskedGrammar | None = None,
 ) -> list[tuple[SamplingParams, AnswerOptions]]:
     """What `body` asks for each of several prompts. It is checked once; an absent seed is drawn for each prompt."""
-    params, options = read_sampling(body, max_new_tokens, vocab_size, limits, path, own_grammar)
+    params, options = read_sampling(body, max_new_tokens, vocab_size, path, own_grammar)
     if body.chosen_seed is not None:
         return [(params, options)] * num_prompts
     others = (msgspec.structs.replace(params, seed=_random_seed()) for _ in range(num_prompts - 1))
     return [(each, options) for each in (params, *others)]
 
 
-def _only_grammar(asked: Iterable[AskedGrammar | None], limits: HttpLimits) -> AskedGrammar | None:
+def _only_grammar(asked: Iterable[AskedGrammar | None]) -> AskedGrammar | None:
     """The grammar that was given, if any. Raises RequestError for two grammars, and for one that is too long."""
     found = [grammar for grammar in asked if grammar is not None]
     if len(found) > 1:
         raise RequestError(f"{found[0].field} and {found[1].field} exclude each other", param=found[1].field)
     if not found:
         return None
-    limits.check("max_grammar_chars", found[0].field, len(found[0].grammar.text))
+    field, num_chars = found[0].field, len(found[0].grammar.text)
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"{field}: {num_chars} characters; at most {MAX_GRAMMAR_CHARS}", param=field)
     return found[0]
 
 

@@ -51,8 +51,9 @@ class ReplyFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     think: tuple[str, str] = THINK
     """What begins and ends reasoning, and a regular expression of a call that may end it too."""
     behind_reasoning: str = ""
-    """What comes between reasoning and an answer in JSON, if it is not space, and what begins such an answer."""
+    """What comes between reasoning and a call that is enforced, if it is not space."""
     frame: str = ""
+    """What comes before such a call."""
     think_cut_by: str | None = None
     close_behind: str | None = None
     """A regular expression of what is before the end of a call. Elsewhere its `close` is part of the arguments."""
@@ -200,6 +201,17 @@ def family_of(name: str) -> str:
     return names.get(name, NO_PARSER)
 
 
+def enforced_form(form: ReplyFormat | None) -> ReplyFormat:
+    """The form of calls that a grammar enforces: the model's own, or hermes' where XGrammar does not know that."""
+    hermes = reply_formats()["hermes"]
+    if form is None or form.grammar:
+        return form or hermes
+    names = ("dropped", "dropped_pattern", "is_framed", "think", "behind_reasoning", "frame")
+    around = {name: getattr(form, name) for name in names}
+    begins = "".join(sorted({*hermes.begins, *(tag[0] for tag in form.think)}))
+    return msgspec.structs.replace(hermes, **around, begins=begins)
+
+
 class CallDelta(msgspec.Struct, frozen=True):
     """More of the call `index`. Its name comes once, with the first piece."""
 
@@ -319,7 +331,7 @@ class ReplyReader:
         last = events[-1] if events else {}
         is_told = last.get("type") == "region_chunk" and last["field"] in self._held
         is_plain = bool(text) and bool(self._begins) and self._begins.isdisjoint(text)
-        self._is_clear = is_plain and is_told and last["text"].endswith(text)
+        self._is_clear = is_plain and is_told and last["text"] == text  # else a part of it may be held
         for event in events:
             region, kind = event["field"], event["type"]
             if kind == "region_open":
@@ -401,6 +413,8 @@ _JSON_HEAD = regex.compile(
     regex.VERBOSE,
 )
 """What comes before the arguments of a call in JSON, as all models write it."""
+_MAX_HEAD_CHARS = 2048
+"""A longer beginning is none: it would be searched again with each piece of text."""
 
 
 class JsonCall:
@@ -414,22 +428,29 @@ class JsonCall:
         """Calls of which something was told."""
         self._index = index
         self._head = regex.compile(name) if name else None
-        self._text = ""
+        self._texts: list[str] = []
         """Of a call whose name is not known."""
+        self._num_chars = 0
         self._name: str | None = None
         self._arguments = _ValueScan()
 
     def feed(self, text: str) -> Iterator[CallDelta]:
         """What more text adds."""
         if self._name is None:
-            self._text += text
-            is_json = self._head is None or self._text[:_TAIL_CHARS].lstrip().startswith(("[", "{"))
-            head = (_JSON_HEAD if self._head is None or is_json else self._head).match(self._text)
+            is_long = self._num_chars >= _MAX_HEAD_CHARS
+            self._texts.append(text)
+            self._num_chars += len(text)
+            if is_long:
+                return
+            so_far = "".join(self._texts)
+            is_json = self._head is None or so_far[:_TAIL_CHARS].lstrip().startswith(("[", "{"))
+            pattern = _JSON_HEAD if self._head is None or is_json else self._head
+            head = pattern.match(so_far, endpos=_MAX_HEAD_CHARS)
             if head is None:
                 return
             name = next(name for name in head.groupdict().values() if name)
             self._name = json.loads(f'"{name}"') if is_json else name.strip()
-            text = self._text[head.end() :]
+            text = so_far[head.end() :]
         more = self._arguments.feed(text)
         if more:
             yield self._delta(more)
@@ -451,7 +472,7 @@ class JsonCall:
     def _whole(self) -> Iterator[CallDelta]:
         """The calls of a region that is complete, and that could not be told piece by piece."""
         try:
-            value = json.loads(self._text)
+            value = json.loads("".join(self._texts))
         except (ValueError, RecursionError):
             return
         calls = value if isinstance(value, list) else [value]

@@ -14,7 +14,6 @@ from xgrammar.structural_tag import (
     AnyTextFormat,
     ConstStringFormat,
     Format,
-    JSONSchemaFormat,
     OptionalFormat,
     RegexFormat,
     SequenceFormat,
@@ -34,15 +33,16 @@ _SEPARATORS = {"llama": "; "}
 
 def written_around(calls: CallGrammar) -> str:
     """What the models of a family write around a call, in a text of any form."""
-    family = calls.family
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    tag = xgrammar.get_model_structural_tag(family, [tool], "required", "disabled") if family else ""
+    tag = xgrammar.get_model_structural_tag(calls.family, [tool], "required", "disabled")
     return f"{calls.written}{tag}"
 
 
 def structural_tag(calls: CallGrammar, max_whitespace: int) -> xgrammar.StructuralTag:
     """The tag of an answer that calls tools. Raises RequestError for a schema that cannot be enforced."""
-    tail = _json(calls, max_whitespace) if calls.schema is not None else _tags(calls, max_whitespace)
+    tail = _tags(calls, max_whitespace)
+    if calls.frame:
+        tail = SequenceFormat(elements=[ConstStringFormat(value=calls.frame), tail])
     if not calls.reasoning:
         return xgrammar.StructuralTag(format=tail)
     begin, end = calls.think
@@ -54,12 +54,6 @@ def structural_tag(calls: CallGrammar, max_whitespace: int) -> xgrammar.Structur
     if calls.reasoning == "free":
         prefix = OptionalFormat(content=prefix)
     return xgrammar.StructuralTag(format=SequenceFormat(elements=[prefix, tail]))
-
-
-def _json(calls: CallGrammar, max_whitespace: int) -> Format:
-    schema = json.loads(_checked(calls.schema, "calls"))
-    answer = JSONSchemaFormat(json_schema=schema, max_whitespace_cnt=max_whitespace)
-    return SequenceFormat(elements=[ConstStringFormat(value=calls.frame), answer]) if calls.frame else answer
 
 
 def _tags(calls: CallGrammar, max_whitespace: int) -> Format:

@@ -33,16 +33,15 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     """The text of a Grammar of the kind "calls", as JSON: an answer that calls tools, behind reasoning that is free.
 
-    Calls have the syntax of a `family`, by XGrammar's name; with a `schema` the answer is one call as JSON instead.
+    Calls have the syntax of a `family`, by XGrammar's name.
     """
 
-    family: str = ""
-    tools: list[dict[str, Any]] = []
+    family: str
+    tools: list[dict[str, Any]]
     """As in a chat. The arguments of a `strict` one keep to its schema."""
     choice: Literal["auto", "required"] = "required"
     parallel: bool = True
     """Whether there may be several calls."""
-    schema: dict[str, Any] | None = None
     reasoning: Literal["", "open", "free"] = ""
     """None, as the prompt ends in it, or as the model likes."""
     think: tuple[str, str] = ("<think>", "</think>")
@@ -50,7 +49,7 @@ class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
     behind_reasoning: str = ""
     """What follows it; some space where it is empty."""
     frame: str = ""
-    """What comes before an answer that is JSON."""
+    """What comes before a call."""
 
     @property
     def written(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from typing import Any
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from router.api.tool_calls import ForcedCall
-from router.text.reply_parser import ReplyRegions, reply_formats
+from router.text.reply_parser import ReplyRegions, enforced_form, reply_formats
 from shared.errors import RequestError
 from shared.grammar.xgrammar_backend import XGrammarBackend, XGrammarMatcher
 from shared.protocol.sampling_params import CallGrammar, Grammar
@@ -136,26 +134,54 @@ def test_reasoning_comes_first_and_is_free(
     assert say(matcher(backend, calls), backend, text) == allowed
 
 
-def test_a_model_of_no_family_reasons_and_writes_json(backend: XGrammarBackend) -> None:
-    calls = CallGrammar(schema=SCHEMA, reasoning="free")
-    assert say(matcher(backend, calls), backend, '<think>hm</think>\n{"city": "Rome", "n": 1}')
-    assert say(matcher(backend, calls), backend, '{"city": "Rome", "n": 1}')
-    assert not say(matcher(backend, calls), backend, '<think>hm</think>\n{"city": "Bonn"')
+OTHERS = [None, *(name for name, form in reply_formats().items() if not form.grammar)]
 
 
-def test_gpt_oss_reasons_in_its_own_channel(backend: XGrammarBackend) -> None:
-    form = reply_formats()["gpt-oss"]
-    call = ForcedCall.named("get", SCHEMA, "tools[0].function.parameters")
-    grammar = call.grammar_behind("free", form).grammar
-    answer = '<|channel|>final<|message|>{"city": "Rome", "n": 1}'
-    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-    for text in (answer, thought + answer):
-        assert say(backend.compile(grammar).new_matcher(), backend, text)
-        regions = ReplyRegions(form=form, has_calls=False, reasons=True, in_reasoning=False)
-        said = dataclasses.replace(call, before=regions).reader().feed([text], "")
-        assert said.reasoning == ("hm" if text != answer else "")
-        assert [(one.name, one.arguments) for one in said.calls] == [("get", '{"city": "Rome", "n": 1}')]
-    assert not say(backend.compile(grammar).new_matcher(), backend, "{")
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_model_whose_syntax_xgrammar_lacks_calls_as_hermes_does(
+    backend: XGrammarBackend, family: str | None
+) -> None:
+    form = enforced_form(reply_formats()[family] if family else None)
+    around = {"think": form.think, "behind_reasoning": form.behind_reasoning, "frame": form.frame}
+    calls = CallGrammar(family=form.grammar, tools=TOOLS, reasoning="free", **around)
+    arguments = '{"city": "Rome", "n": 1}'
+    call = f'{form.frame}<tool_call>\n{{"name": "get", "arguments": {arguments}}}\n</tool_call>'
+    regions = ReplyRegions(form=form, has_calls=True, reasons=True, in_reasoning=False, tools=TOOLS)
+    for thought in ("", f"{form.think[0]}hm{form.think[1]}{form.behind_reasoning}"):
+        assert say(matcher(backend, calls), backend, thought + call)
+        for pieces in ([thought + call], [*thought, *call]):
+            reader = regions.reader()
+            told = [*(reader.feed([piece]) for piece in pieces), reader.feed([], "")]
+            assert "".join(said.reasoning for said in told) == ("hm" if thought else "")
+            assert not any(said.content for said in told)
+            told_calls = [one for said in told for one in said.calls]
+            assert [one.name for one in told_calls if one.name is not None] == ["get"]
+            assert "".join(one.arguments for one in told_calls) == arguments
+    assert not say(matcher(backend, calls), backend, "{")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
+        {"anyOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"type": "object", "additionalProperties": True}}},
+        {"enum": [{"a": 1}, {}]},
+        {
+            "$id": "https://example.org/x",
+            "properties": {"a": {"$ref": "#/$defs/x"}},
+            "$defs": {"x": {"enum": [1]}},
+        },
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_of_their_schema(
+    backend: XGrammarBackend, parameters: dict[str, Any]
+) -> None:
+    function = {"name": "f", "parameters": {**parameters, "type": "object"}, "strict": True}
+    calls = CallGrammar(family="qwen_3", tools=[{"function": function}])
+    call = '<tool_call>\n{"name": "f", "arguments": '
+    for arguments, fits in (("{}}", True), ('{"a":1}}', True), ("null", False), ("1", False), ("[", False)):
+        assert say(matcher(backend, calls), backend, call + arguments) == fits, arguments
 
 
 def test_with_auto_text_is_free_and_a_strict_call_keeps_to_its_schema(backend: XGrammarBackend) -> None:

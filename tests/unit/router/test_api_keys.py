@@ -75,29 +75,16 @@ def test_keys_of_files_and_the_environment(tmp_path: Path) -> None:
     assert keys_from_environment("K", {}) == ()
 
 
-def test_reloading_replaces_the_keys_of_the_file_or_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("text", ["# none yet\n", "two words", "\xff"])
+def test_a_file_without_keys_that_can_be_used_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
-    file.write_text("old-key")
-    known = ApiKeys(
-        clients=KeySource(flag="--api-key", file=file), admins=KeySource(flag="--admin-api-key", given=("a",))
-    )
-    with caplog.at_level(logging.INFO, "baton"):
-        for text in ("# none yet\n", "two words", "\xff"):
-            file.write_text(text, encoding="latin-1")
-            known.reload()
-            assert known.access(b"Bearer old-key") is Access.CLIENT
-        file.unlink()
-        known.reload()
-        assert known.access(b"Bearer old-key") is Access.CLIENT
-        file.write_text("new-key")
-        known.reload()
-    assert known.access(b"Bearer old-key") is Access.NOTHING
-    assert known.access(b"Bearer new-key") is Access.CLIENT
-    told = [record.message for record in caplog.records]
-    assert [line.split()[0] for line in told] == [*["api_keys_not_read"] * 4, "api_keys_read"]
-    assert not any("-key" in line.replace("--api-key", "") for line in told)
+    file.write_text(text, encoding="latin-1")
+    for source in (
+        KeySource(flag="--api-key", file=file),
+        KeySource(flag="--api-key", file=tmp_path / "none"),
+    ):
+        with pytest.raises(ConfigError, match="--api-key"):
+            source.digests()
 
 
 def test_keys_that_nobody_could_send_are_refused(tmp_path: Path) -> None:

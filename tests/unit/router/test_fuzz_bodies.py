@@ -206,7 +206,7 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(model_folder: Path) -> Iterator[Service]:
-    limits = HttpLimits(max_batch_size=16, max_n=4, max_body_bytes=200_000)
+    limits = HttpLimits(max_batch_size=16, max_body_bytes=200_000)
     room = NodeLimits(context_length=256, max_total_num_tokens=80, max_running_requests=8)
     loop = asyncio.new_event_loop()
 

@@ -9,7 +9,6 @@ import pytest
 
 from router.api.openai_bodies import CompletionBody
 from router.api.openai_requests import format_grammar
-from router.http.config import HttpLimits
 from router.request.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
 from shared.protocol.sampling_params import Grammar
@@ -22,7 +21,7 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 def grammar_of(body: dict[str, object]) -> Grammar | None:
     asked = validate(CompletionBody, {"prompt": "a", **body})
     own = format_grammar(asked.response_format)
-    return read_sampling(asked, 16, 100, HttpLimits(), own_grammar=own)[0].grammar
+    return read_sampling(asked, 16, 100, own_grammar=own)[0].grammar
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ async def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> N
     ("text", "arguments"), [('{"city": "Zü', {"city": "Zü"}), ('{"city" 1', {"INVALID_JSON": '{"city" 1'})]
 )
 async def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict[str, Any]) -> None:
-    async with serving(write_model(tmp_path / "plain", chat_template=TEMPLATE), text, "length") as (http, _):
+    folder = write_model(tmp_path / "plain", chat_template=TEMPLATE)
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {text}'
+    async with serving(folder, text, "length") as (http, _):
         asked = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
         answer = (await http.post("/v1/messages", json=asked)).json()
         assert answer["stop_reason"] == "max_tokens"

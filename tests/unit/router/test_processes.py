@@ -138,11 +138,9 @@ def test_serve_and_stop(
     router.assert_no_orphan()
 
 
-def test_sighup_reads_the_key_files_again(
-    folder: Path, model_folder: Path, started: list[RunningRouter]
-) -> None:
+def test_no_key_is_told(folder: Path, model_folder: Path, started: list[RunningRouter]) -> None:
     key_file = folder / "keys"
-    key_file.write_text("first-key\n")
+    key_file.write_text("# ours\nfirst-key\n")
     flags = ("--model", str(model_folder), "--api-key-file", str(key_file), "--log-requests")
     router = RunningRouter(folder, *flags)
     started.append(router)
@@ -154,10 +152,6 @@ def test_sighup_reads_the_key_files_again(
         return httpx.get(f"{url}/v1/models", headers=headers, timeout=PATIENCE_S, verify=PLAIN).status_code
 
     assert (status("first-key"), status("second-key")) == (200, 401)
-    key_file.write_text("# rotated\nsecond-key\n")
-    router.process.send_signal(signal.SIGHUP)
-    until(lambda: status("second-key") == 200, lambda: router.stderr)
-    assert status("first-key") == 401
     router.process.terminate()
     assert router.end() == 0
     assert 'route="GET /v1/models" status=401' in router.stderr

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import regex
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.text.reply_parser import (
+    _MAX_HEAD_CHARS,
     NO_PARSER,
     ReplyFormat,
     ReplyRegions,
@@ -227,6 +228,7 @@ def test_whatever_a_model_writes_is_read_alike_in_any_cut(family: str) -> None:
     parts = st.sampled_from([*reply_formats()[family].strings, *PARTS])
 
     @given(st.lists(parts, max_size=14).map("".join), PLACES, st.booleans())
+    @example("<tool_call><tool_call>{{", [12, 22], True)
     def check(text: str, cuts: list[int], in_reasoning: bool) -> None:
         whole = read(family, text, [], in_reasoning=in_reasoning)
         assert read(family, text, cuts, in_reasoning=in_reasoning) == whole
@@ -241,6 +243,30 @@ def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
     pieces = ('<tool_call>{"name": "get", "arg', 'uments": {"s": "a', "b", 'c"}}', "</tool_call>")
     told = [[(call.name, call.arguments) for call in reader.feed([piece]).calls] for piece in pieces]
     assert told == [[], [("get", '{"s": "a')], [(None, "b")], [(None, 'c"}')], []]
+
+
+@pytest.mark.parametrize("at", range(30, 59))
+def test_the_arguments_of_a_call_that_is_cut_off_are_told_as_far_as_they_came(at: int) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": {"b": "}"}, "c'[:at]
+    regions = ReplyRegions(form=reply_formats()["hermes"], has_calls=True, reasons=False, in_reasoning=False)
+    for pieces in ([text], [*text]):
+        reader = regions.reader()
+        told = [*(reader.feed([piece]) for piece in pieces), reader.feed([], "", is_cut=True)]
+        assert "".join(call.arguments for said in told for call in said.calls) == text[38:]
+        assert not any(said.content for said in told)
+
+
+def test_a_long_text_that_is_no_call_is_searched_for_one_within_bounds() -> None:
+    """The head of a call in JSON is looked for again with each piece, so it has a bound: the same in any cut."""
+    for length, is_told_early in ((100, True), (_MAX_HEAD_CHARS, False)):
+        text = f'<tool_call>{{"id": "{"x" * length}", "name": "f", "arguments": {{"a": 1}}'
+        regions = ReplyRegions(
+            form=reply_formats()["hermes"], has_calls=True, reasons=False, in_reasoning=False
+        )
+        for pieces in ([text], [*text]):
+            reader = regions.reader()
+            assert any(reader.feed([piece]).calls for piece in pieces) == is_told_early
+        assert read("hermes", text + "}</tool_call>", [*range(len(text))]) == ("", "", [("f", '{"a": 1}')])
 
 
 def test_nothing_but_what_may_become_a_call_is_held_back() -> None:

@@ -126,24 +126,6 @@ def test_two_routers_share_a_port_and_die_alone(tmp_path: Path, model_folder: Pa
         assert "shutting down" in living.end()
 
 
-def test_sighup_reaches_all_routers_also_one_that_starts(tmp_path: Path, model_folder: Path) -> None:
-    key_file = tmp_path / "keys"
-    key_file.write_text("first-key\n")
-    with serving(tmp_path, model_folder, "--api-key-file", str(key_file)) as router:
-        os.kill(router.pid_of("1"), signal.SIGKILL)
-        router.until_logged("router_started router=1", 2)
-        key_file.write_text("second-key\n")
-        router.process.send_signal(signal.SIGHUP)
-        router.until_logged("api_keys_read", 2)
-        router.until_logged("router_is_ready router=1", 2)
-        os.kill(router.pid_of("0"), signal.SIGHUP)
-        headers = {"Authorization": "Bearer second-key"}
-        for index in range(2):
-            url = f"{router.own(index)}/v1/models"
-            assert httpx.get(url, headers=headers, timeout=PATIENCE_S, verify=PLAIN).status_code == 200
-        assert router.stderr.count("router_exited") == 1
-
-
 def test_nothing_is_left_of_a_supervisor_that_was_killed(tmp_path: Path, model_folder: Path) -> None:
     with serving(tmp_path, model_folder) as router:
         stream = Stream(router.url, "s")
