@@ -18,7 +18,7 @@ from router.text.tokenizer import TextWorkers
 from shared.errors import ConfigError, RequestError
 
 FOLDER = Path(__file__).parent / "chat_templates"
-FAMILIES = ["llama31", "qwen25", "qwen3", "mistral"]
+FAMILIES = ["llama31", "qwen25", "qwen3", "mistral", "gptoss"]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [
     {
@@ -28,7 +28,18 @@ TOOLS = [
             "description": "Wetter, 天気 & <more>",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"type": "string"}},
+                "properties": {
+                    "city": {"type": "string"},
+                    "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
+                    "days": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "properties": {"day": {"type": ["integer", "null"]}},
+                            "required": ["day"],
+                        },
+                    },
+                },
                 "required": ["city"],
             },
         },

@@ -130,6 +130,17 @@ SAID: list[tuple[str, str, Read]] = [
         ("", "", [GET, ("b", "{}")]),
     ),
     ("llama3", 'see {"name": "get"}', ("", 'see {"name": "get"}', [])),
+    (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"
+        "Write to=functions.get or to=python.<|return|>",
+        ("hm", "Write to=functions.get or to=python.", []),
+    ),
+    (
+        "gpt-oss",
+        "<|channel|>final<|message|>yes<|end|><|start|>assistant<|channel|>commentary to=functions.ge",
+        ("", "yes", []),
+    ),
 ]
 PLACES = st.lists(st.integers(0, 400), max_size=12)
 
