@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any, TypeVar
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.dispatch.dispatcher import Deadlines, Dispatcher
 from router.dispatch.estimate import RequestEstimates
 from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
-from router.dispatch.node import PrefixIndex
+from router.dispatch.node import Loss, Node, PrefixIndex
 from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import RunningReq
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     CacheEvents,
+    Failed,
     Load,
     NodeLimits,
     NodeRef,
     Role,
     RouterToNode,
+    TokenEntry,
     Work,
 )
 from shared.protocol.sampling_params import SamplingParams
@@ -29,6 +35,8 @@ from shared.protocol.sampling_params import SamplingParams
 PAGE = 16
 VOCAB_SIZE = 1000
 IDS = tuple(range(100, 100 + 5 * PAGE))
+
+M = TypeVar("M")
 
 
 class FakeNode:
@@ -49,6 +57,10 @@ class FakeNode:
 
     def send(self, message: RouterToNode) -> None:
         self.sent.append(message)
+
+    def last(self, kind: type[M]) -> M:
+        """The latest message of a kind that was sent to the node."""
+        return [message for message in self.sent if isinstance(message, kind)][-1]
 
     def holds(self, num_pages: int, ids: Sequence[int] = IDS) -> None:
         blocks = tuple(block_hashes(ids[: num_pages * PAGE], PAGE))
@@ -88,6 +100,11 @@ class Fleet:
         )
 
     @property
+    def nodes(self) -> list[FakeNode]:
+        """All of them, those that prefill first."""
+        return [*self.prefills, *self.decodes]
+
+    @property
     def view(self) -> FleetView:
         return self.dispatcher._view
 
@@ -117,3 +134,49 @@ class Fleet:
     def burst(self, count: int) -> Counter[str]:
         """Requests of one prompt, none of which ends, by the decode node that got them."""
         return Counter(self.start().nodes[-1].ref.node_id for _ in range(count))
+
+    def start_on(self, node: Node, **params: object) -> RunningReq:
+        """A request that is sent to `node`, after some that may be sent to others."""
+        return next(req for req in (self.start(**params) for _ in range(20)) if node in req.nodes)  # type: ignore[arg-type]
+
+    def tell(
+        self, req: RunningReq, *ids: int, by: Node | None = None, at: int | None = None, **fields: Any
+    ) -> None:
+        """Tokens of a request from its last node, behind those that have come, unless it is said otherwise."""
+        position = len(req.output_ids) if at is None else at
+        entry = TokenEntry(fields.pop("key", req.key), position, ids, **fields)
+        self.dispatcher.on_tokens(by or req.nodes[-1], [entry])
+
+    def fail(self, req: RunningReq, node: Node, status: int = 500, **fields: Any) -> None:
+        """The node cannot go on with a request."""
+        failed = Failed(fields.pop("key", req.key), status, fields.pop("message", "it says why"), **fields)
+        self.dispatcher.on_failed(node, failed)
+
+    def kill(self, node: Node, loss: Loss = Loss.CRASHED) -> None:
+        """The node is lost."""
+        of_role = self.decodes if node.role is Role.DECODE else self.prefills
+        of_role[:] = [other for other in of_role if other is not node]
+        self.dispatcher.on_node_lost(node, "connection closed", loss)
+
+    def metric(self, name: str) -> Metric:
+        """What is told of `name`, as Prometheus reads it."""
+        return families(self.metrics.export().decode())[name]
+
+    def figure(self, name: str) -> float:
+        """The value of a counter or gauge without labels of its own."""
+        return float(self.metric(name).samples[0].value)
+
+
+def decode_of(req: RunningReq) -> FakeNode:
+    """The last of the nodes of a request."""
+    node = req.nodes[-1]
+    assert isinstance(node, FakeNode)
+    return node
+
+
+def families(text: str) -> dict[str, Metric]:
+    """The metrics of an export, by name."""
+    found = list(text_string_to_metric_families(text))
+    by_name = {family.name: family for family in found}
+    assert len(by_name) == len(found), "Prometheus refuses a scrape that has a figure twice"
+    return by_name

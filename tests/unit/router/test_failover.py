@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import msgspec
 import pytest
 
 from router.dispatch.node import Loss
 from router.dispatch.running_req import MAX_FAILURES, TRIAL_TOKENS, RunningReq
-from shared.errors import RequestError
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
     Cancel,
     Decode,
-    Failed,
     Finish,
     NodeLimits,
     NodeRef,
@@ -21,87 +21,97 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     Stamp,
-    TokenEntry,
 )
 from shared.timeline import FAILED_OVER
-from tests.unit.router.dispatched import IDS, FakeNode, Fleet
-from tests.unit.router.test_metrics import families
+from tests.unit.router.dispatched import IDS, FakeNode, Fleet, decode_of
 
-
-def tell(fleet: Fleet, req: RunningReq, position: int, *ids: int, finish: Finish | None = None) -> None:
-    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, position, ids, finish)])
-
-
-def kill(fleet: Fleet, node: FakeNode, loss: Loss = Loss.CRASHED) -> None:
-    (fleet.decodes if node.role is Role.DECODE else fleet.prefills).remove(node)
-    fleet.dispatcher.on_node_lost(node, "connection closed", loss)
+LENGTH = Finish("length")
 
 
 def counted(fleet: Fleet) -> dict[str, float]:
     """The failovers by cause, without those of which there were none."""
-    counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failovers"]
-    return {s.labels["cause"]: s.value for s in counter.samples if s.name.endswith("_total") and s.value}
+    samples = fleet.metric("baton:num_failovers").samples
+    return {s.labels["cause"]: s.value for s in samples if s.name.endswith("_total") and s.value}
 
 
-def decode_of(req: RunningReq) -> FakeNode:
-    node = req.nodes[-1]
-    assert isinstance(node, FakeNode)
-    return node
+def inexact(fleet: Fleet) -> float:
+    return fleet.figure("baton:num_inexact_continuations")
 
 
-def start_on(fleet: Fleet, node: FakeNode) -> RunningReq:
-    """A request that is sent to `node`, after some that may be sent to others."""
-    started = (fleet.start() for _ in range(20))
-    return next(req for req in started if node in req.nodes)
+def ended_with(req: RunningReq) -> tuple[int, str | None]:
+    assert req.error is not None
+    return req.error.status, req.error.code
 
 
-def latest(node: FakeNode, kind: type) -> object:
-    return [message for message in node.sent if isinstance(message, kind)][-1]
-
-
-class TestLostNodes:
+class TestTheNextAttempt:
     def test_a_stream_goes_on_behind_its_last_token(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
         first = decode_of(req)
-        tell(fleet, req, 0, 7, 8)
+        fleet.tell(req, 7, 8)
         assert req.take() == [7, 8]
-        kill(fleet, first)
+        fleet.kill(first)
         second = decode_of(req)
         assert second is not first and req.key.attempt == 1
-        prefill, decode = latest(fleet.prefills[0], Prefill), latest(second, Decode)
-        assert isinstance(prefill, Prefill) and isinstance(decode, Decode)
-        assert prefill.work == decode.work and prefill.work.output_ids == (7, 8)
-        tell(fleet, req, 2, 9, finish=Finish("length"))
-        assert req.take() == [9] and req.error is None
+        prefill, decode = fleet.prefills[0].last(Prefill), second.last(Decode)
+        assert prefill.key == decode.key == req.key
+        assert prefill.work == decode.work == msgspec.structs.replace(req.work, output_ids=(7, 8))
+        fleet.tell(req, 9, finish=LENGTH)
+        assert (req.take(), req.output_ids, req.error) == ([9], [7, 8, 9], None)
         assert fleet.view.seqs.of(second) == 0
+
+    def test_messages_of_the_earlier_attempt_are_dropped(self) -> None:
+        fleet = Fleet(2)
+        fleet.decodes[0].holds(4)
+        req = fleet.start()
+        first, old = decode_of(req), req.key
+        fleet.tell(req, 10, 11)
+        fleet.dispatcher.on_not_cached(first, old)
+        assert req.key.attempt == 1 and req.nodes and not counted(fleet) and not req.stamps
+        fleet.tell(req, 5, 6, by=first, key=old, finish=LENGTH)
+        fleet.fail(req, first, key=old)
+        fleet.dispatcher.on_not_cached(first, old)
+        assert (req.ended, req.key.attempt, req.output_ids) == (False, 1, [10, 11])
 
     def test_the_other_node_lets_go(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
         key = req.key
-        kill(fleet, decode_of(req))
+        fleet.kill(decode_of(req))
         assert Cancel(key) in fleet.prefills[0].sent
 
-    def test_without_a_prefill_node_the_decode_node_prefills(self) -> None:
+    @pytest.mark.parametrize("how", ["prefill node lost", "prefill node fails", "decode node fails"])
+    def test_a_lone_decode_node_prefills(self, how: str) -> None:
         fleet = Fleet(1)
         req = fleet.start()
-        kill(fleet, fleet.prefills[0])
-        message = latest(decode_of(req), Decode)
-        assert isinstance(message, Decode) and message.prefill is None
+        match how:
+            case "prefill node lost":
+                fleet.kill(fleet.prefills[0])
+            case "prefill node fails":
+                fleet.fail(req, fleet.prefills[0], 503)
+            case "decode node fails":
+                fleet.fail(req, decode_of(req), 500)
+        message = decode_of(req).last(Decode)
+        assert message.prefill is None and message.key.attempt == 1
 
-    def test_after_the_decode_node_has_spoken_the_prefill_node_does_not_count(self) -> None:
+    @pytest.mark.parametrize("how", ["lost", "fails"])
+    def test_after_the_decode_node_has_spoken_the_prefill_node_does_not_count(self, how: str) -> None:
+        """The decode node has the pages."""
         fleet = Fleet(1)
         req = fleet.start()
-        tell(fleet, req, 0, 7)
-        kill(fleet, fleet.prefills[0])
-        assert req.key.attempt == 0
+        fleet.tell(req, 7)
+        if how == "lost":
+            fleet.kill(fleet.prefills[0])
+        else:
+            fleet.fail(req, fleet.prefills[0], 503)
+        fleet.tell(req, 8, finish=LENGTH)
+        assert (req.key.attempt, req.output_ids, req.error) == (0, [7, 8], None)
 
     def test_it_waits_for_a_node(self) -> None:
         fleet = Fleet(1)
         req = fleet.start()
-        tell(fleet, req, 0, 7)
-        kill(fleet, decode_of(req))
+        fleet.tell(req, 7)
+        fleet.kill(decode_of(req))
         assert req.nodes == () and not req.ended
         fleet.wait(5)
         fleet.decodes.append(FakeNode("d9", Role.DECODE))
@@ -113,24 +123,23 @@ class TestLostNodes:
         fleet = Fleet(1)
         req = fleet.start()
         if with_token:
-            tell(fleet, req, 0, 7)
-        kill(fleet, decode_of(req))
+            fleet.tell(req, 7)
+        fleet.kill(decode_of(req))
         fleet.wait(29.5)
         assert not req.ended
         fleet.wait(1)
-        assert isinstance(req.error, RequestError) and (req.error.status, req.error.code) == (503, "no_node")
-        assert "decode node d000 was lost: connection closed; no node could" in req.error.message
-        assert fleet.dispatcher.num_running == 0
+        assert ended_with(req) == (503, "no_node") and fleet.dispatcher.num_running == 0
+        assert req.error is not None and "d000" in req.error.message
 
     def test_the_first_deadlines_hold(self) -> None:
         fleet = Fleet(1)
         req = fleet.start()
-        kill(fleet, decode_of(req))
+        fleet.kill(decode_of(req))
         before = fleet.dispatcher.seconds_left(req)
         fleet.wait(10)
         assert fleet.dispatcher.seconds_left(req) == before - 10
         fleet.dispatcher.expire(req)
-        assert req.error is not None and "any node; decode node d000 was lost" in req.error.message
+        assert req.error is not None and "d000" in req.error.message
         fleet.decodes.append(FakeNode("d9", Role.DECODE))
         fleet.wait(1)
         assert not fleet.decodes[0].sent, "it has ended"
@@ -141,50 +150,72 @@ class TestLostNodes:
         first = decode_of(req)
         (other,) = (node for node in fleet.decodes if node is not first)
         other.limits = NodeLimits(len(IDS) + 49, 65_536, 64)
-        tell(fleet, req, 0, 7)
-        kill(fleet, first)
+        fleet.tell(req, 7)
+        fleet.kill(first)
         fleet.wait(1)
         assert req.nodes == ()
         other.limits = NodeLimits(len(IDS) + 50, 65_536, 64)
         fleet.wait(1)
         assert decode_of(req) is other
 
+    def test_max_new_tokens_is_clipped_once(self) -> None:
+        """A later attempt gets as many as the first was promised, though its nodes have room for more."""
+        fleet = Fleet(1)
+        (decode,) = fleet.decodes
+        decode.holds(4)
+        decode.limits = NodeLimits(len(IDS) + 6, len(IDS) + 6, 64)
+        req = fleet.start(max_new_tokens=50, min_new_tokens=20)
+        decode.limits = NodeLimits(65_536, 65_536, 64)
+        fleet.dispatcher.on_not_cached(decode, req.key)
+        first, second = (message for message in decode.sent if isinstance(message, Decode))
+        assert first.work == second.work == req.work
+        assert (first.work.params.max_new_tokens, first.work.params.min_new_tokens) == (6, 6)
+
+    @pytest.mark.parametrize("held", [0, 5])
+    def test_at_the_last_token_it_needs_no_decode_node(self, held: int) -> None:
+        fleet = Fleet(1)
+        (decode,) = fleet.decodes
+        decode.holds(4)
+        req = fleet.start(max_new_tokens=3)
+        decode.holds(held)
+        fleet.tell(req, 1, 2)
+        fleet.dispatcher.on_not_cached(decode, req.key)
+        message = fleet.prefills[0].last(Prefill)
+        assert (message.decode, message.work.output_ids) == (None, (1, 2))
+        assert req.nodes == tuple(fleet.prefills)
+        assert Cancel(message.key) not in decode.sent, "it has said that it holds nothing"
+
     def test_a_removed_nodes_sequences_go_elsewhere_when_its_time_is_up(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
-        tell(fleet, req, 0, 7)
+        fleet.tell(req, 7)
         first, key = decode_of(req), req.key
         fleet.decodes.remove(first)
         assert fleet.dispatcher.fail_over_held(first, "its time is up") == 1
         assert decode_of(req) is fleet.decodes[0] and Cancel(key) in first.sent
         assert not req.failover.crashed and req.failover.num_failures == 0
 
-    def test_logprobs_and_reports_of_all_attempts_count_once(self) -> None:
+    def test_reports_of_all_attempts_count_once(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
-        prefill, first = fleet.prefills[0], decode_of(req)
-        stamps = (Stamp("prefill", "queued", 1.0),)
-        fleet.dispatcher.on_tokens(
-            prefill, [TokenEntry(req.key, 0, (7,), report=ReqReport(cached_tokens=5, stamps=stamps))]
-        )
+        first, stamps = decode_of(req), (Stamp("prefill", "queued", 1.0),)
+        fleet.tell(req, 7, by=fleet.prefills[0], report=ReqReport(cached_tokens=5, stamps=stamps))
         moved = ReqReport(cached_tokens=5, stamps=stamps, kv_pages_transferred=3)
-        fleet.dispatcher.on_tokens(first, [TokenEntry(req.key, 0, (7,), report=moved)])
-        kill(fleet, first)
-        again = ReqReport(cached_tokens=80, kv_pages_transferred=4)
-        fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 1, (8,), report=again)])
+        fleet.tell(req, 7, at=0, report=moved)
+        fleet.kill(first)
+        fleet.tell(req, 8, report=ReqReport(cached_tokens=80, kv_pages_transferred=4))
         assert (req.cached_tokens, req.kv_pages_transferred) == (5, 7)
         assert [stamp.stage for stamp in req.stamps] == ["queued", FAILED_OVER]
 
-    def test_input_logprobs_are_those_of_the_first_attempt(self) -> None:
+    def test_logprobs_of_the_prompt_come_once_and_those_of_tokens_from_both_attempts(self) -> None:
         fleet = Fleet(2)
         req = fleet.start(logprobs=LogprobParams(start_len=len(IDS) - 2))
-        first, one = decode_of(req), Logprobs(bytes(4))
-        told = Logprobs(bytes(4))
-        fleet.dispatcher.on_tokens(first, [TokenEntry(req.key, 0, (7,), None, None, one, told)])
-        kill(fleet, first)
-        other = TokenEntry(req.key, 1, (8,), None, None, one, Logprobs(b"\0\0\x80\xbf"))
-        fleet.dispatcher.on_tokens(req.nodes[-1], [other])
+        told, later = Logprobs(bytes(4)), Logprobs(b"\0\0\x80\xbf")  # -1.0
+        fleet.tell(req, 7, logprobs=told, input_logprobs=told)
+        fleet.kill(decode_of(req))
+        fleet.tell(req, 8, logprobs=later, input_logprobs=later)
         assert req.input_logprobs is told
+        assert [known.logprob for known in req.take_logprobs(0, 2)] == [0.0, -1.0]
 
 
 class TestFailures:
@@ -192,37 +223,33 @@ class TestFailures:
         fleet = Fleet(2)
         req = fleet.start()
         first = decode_of(req)
-        fleet.dispatcher.on_failed(first, Failed(req.key, 500, "the forward failed"))
+        fleet.fail(req, first)
         assert decode_of(req) is not first and not req.ended
+        assert counted(fleet) == {"node_failed": 1}
 
     @pytest.mark.parametrize("failed", [(400, None), (500, "regex")])
     def test_a_failure_of_the_request_is_final(self, failed: tuple[int, str | None]) -> None:
         fleet = Fleet(2)
         req = fleet.start()
         status, param = failed
-        fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, status, "no", param))
-        assert req.error is not None and req.error.status == status
+        fleet.fail(req, decode_of(req), status, param=param)
+        assert ended_with(req)[0] == status
 
-    def test_a_prefill_node_that_failed_is_not_asked_again(self) -> None:
-        fleet = Fleet(1)
+    def test_failovers_are_counted_when_they_are_sent(self) -> None:
+        fleet = Fleet(2)
         req = fleet.start()
-        fleet.dispatcher.on_failed(fleet.prefills[0], Failed(req.key, 503, "link lost"))
-        message = latest(decode_of(req), Decode)
-        assert isinstance(message, Decode) and message.prefill is None
-
-    def test_a_lone_decode_node_is_asked_again_and_prefills(self) -> None:
-        fleet = Fleet(1)
-        req = fleet.start()
-        fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "the forward failed"))
-        message = latest(decode_of(req), Decode)
-        assert isinstance(message, Decode) and message.prefill is None and message.key.attempt == 1
+        for _ in range(2):  # to which the second has no node to go
+            fleet.kill(decode_of(req))
+            assert counted(fleet) == {"decode_node_lost": 1}
+        fleet.wait(31)
+        assert ended_with(req) == (503, "no_node")
+        assert counted(fleet) == {"decode_node_lost": 1}
 
     def test_a_blamed_peer_is_avoided_instead_of_the_node_that_says_so(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
-        first = decode_of(req)
         blames = fleet.prefills[0].ref.incarnation
-        fleet.dispatcher.on_failed(first, Failed(req.key, 503, "wrong pages", blames=blames))
+        fleet.fail(req, decode_of(req), 503, blames=blames)
         assert req.failover.avoid == {blames}
 
     @pytest.mark.parametrize(("status", "num_on_bad"), [(503, 5), (500, 0)])
@@ -231,27 +258,21 @@ class TestFailures:
         fleet = Fleet(2)
         (prefill,), bad = fleet.prefills, fleet.decodes[0]
         for _ in range(3):
-            req = start_on(fleet, bad)
-            failed = Failed(req.key, status, "link lost", blames=bad.ref.incarnation)
-            fleet.dispatcher.on_failed(prefill, failed)
+            req = fleet.start_on(bad)
+            fleet.fail(req, prefill, status, blames=bad.ref.incarnation)
             assert req.nodes == (prefill, fleet.decodes[1])
             fleet.dispatcher.release(req)
-        for node in fleet.decodes:
-            while fleet.view.seqs.of(node):
-                fleet.dispatcher.release(next(r for r in fleet.dispatcher._running.values() if r.needs(node)))
+        for req in list(fleet.dispatcher._running.values()):
+            fleet.dispatcher.release(req)
         assert fleet.burst(10)[bad.ref.node_id] == num_on_bad
 
     def test_what_a_draining_node_hands_back_is_no_failure(self) -> None:
-        fleet = Fleet(1)
-        fleet.prefills += [FakeNode(f"p{i}", Role.PREFILL) for i in range(1, 2 * MAX_FAILURES)]
+        fleet = Fleet(1, num_prefill=2 * MAX_FAILURES)
         req = fleet.start()
         for _ in range(2 * MAX_FAILURES - 1):
             draining, *_ = req.nodes
-            fleet.dispatcher.on_failed(
-                draining, Failed(req.key, 503, "this node is draining", handed_back=True)
-            )
-            assert req.nodes, "sent at once"
-            assert draining not in req.nodes
+            fleet.fail(req, draining, 503, handed_back=True)
+            assert req.nodes and draining not in req.nodes, "sent at once"
         assert req.failover.num_failures == 0
 
     def test_pauses_grow_and_failures_in_a_row_are_bounded(self) -> None:
@@ -260,7 +281,7 @@ class TestFailures:
         failed_at = []
         while not req.ended:
             failed_at.append(fleet.now)
-            fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "again"))
+            fleet.fail(req, decode_of(req), message="again")
             while not req.ended and not req.nodes:
                 fleet.wait(0.05)
         assert len(failed_at) == MAX_FAILURES + 1
@@ -271,117 +292,90 @@ class TestFailures:
     def test_a_new_token_ends_the_row(self) -> None:
         fleet = Fleet(2)
         req = fleet.start(max_new_tokens=50)
-        for position in range(2 * MAX_FAILURES):
-            tell(fleet, req, position, 7)
-            fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "again"))
+        for _ in range(2 * MAX_FAILURES):
+            fleet.tell(req, 7)
+            fleet.fail(req, decode_of(req))
             assert req.nodes, "sent at once"
 
 
-class TestCircuitBreaker:
-    def test_a_node_that_fails_often_is_left_out_for_a_while(self) -> None:
+class TestNodesThatFailAgainAndAgain:
+    @pytest.mark.parametrize(("status", "is_at_fault"), [(500, True), (503, False)])
+    def test_one_is_left_out_for_a_while(self, status: int, is_at_fault: bool) -> None:
         fleet = Fleet(2)
-        bad, good = fleet.decodes
+        bad = fleet.decodes[0]
         for _ in range(3):
-            req = start_on(fleet, bad)
-            fleet.dispatcher.on_failed(bad, Failed(req.key, 500, "again"))
-        assert set(fleet.burst(10)) == {good.ref.node_id}
+            fleet.fail(fleet.start_on(bad), bad, status)
+        assert (bad.ref.node_id in fleet.burst(10)) is not is_at_fault
         fleet.wait(11)
-        assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
+        assert len(fleet.burst(10)) == 2
 
-    def test_a_node_that_cannot_do_it_now_is_not_at_fault(self) -> None:
-        fleet = Fleet(2)
-        bad, good = fleet.decodes
-        for _ in range(4):
-            req = start_on(fleet, bad)
-            fleet.dispatcher.on_failed(bad, Failed(req.key, 503, "it drains"))
-        assert set(fleet.burst(10)) == {good.ref.node_id, bad.ref.node_id}
-
-    def test_a_first_token_does_not_close_it(self) -> None:
+    def test_a_first_token_does_not_bring_it_back(self) -> None:
         """A prefill node may send it before its pages arrive corrupt."""
-        fleet = Fleet(2)
-        fleet.prefills.append(FakeNode("p1", Role.PREFILL))
+        fleet = Fleet(2, num_prefill=2)
         bad = fleet.prefills[0]
         for _ in range(3):
-            req = start_on(fleet, bad)
-            fleet.dispatcher.on_tokens(bad, [TokenEntry(req.key, 0, (7,), report=ReqReport())])
-            corrupt = Failed(req.key, 500, "corrupt", blames=bad.ref.incarnation)
-            fleet.dispatcher.on_failed(decode_of(req), corrupt)
+            req = fleet.start_on(bad)
+            fleet.tell(req, 7, by=bad, report=ReqReport())
+            fleet.fail(req, decode_of(req), message="corrupt", blames=bad.ref.incarnation)
         assert all(fleet.start().nodes[0] is not bad for _ in range(10))
 
     @pytest.mark.parametrize("role", list(Role))
-    def test_a_request_that_is_served_to_the_end_closes_it(self, role: Role) -> None:
+    def test_a_request_that_is_served_to_the_end_does(self, role: Role) -> None:
         """A prefill node has served its part when the decode node speaks."""
-        fleet = Fleet(2)
-        fleet.prefills.append(FakeNode("p1", Role.PREFILL))
+        fleet = Fleet(2, num_prefill=2)
         bad = (fleet.decodes if role is Role.DECODE else fleet.prefills)[0]
         for _ in range(4):
-            fleet.dispatcher.on_failed(bad, Failed(start_on(fleet, bad).key, 500, "again"))
-            req = start_on(fleet, bad)
-            tell(fleet, req, 0, 7, finish=Finish("length") if role is Role.DECODE else None)
+            fleet.fail(fleet.start_on(bad), bad)
+            fleet.tell(fleet.start_on(bad), 7, finish=LENGTH if role is Role.DECODE else None)
         assert sum(bad in fleet.start().nodes for _ in range(10)) > 1
 
-    def test_a_node_that_is_lost_again_and_again_gets_one_request_at_a_time(self) -> None:
+    @pytest.mark.parametrize(
+        ("losses", "num_at_once"), [([Loss.CRASHED, Loss.BROKEN, Loss.BROKEN], 0), ([Loss.LEFT] * 3, 5)]
+    )
+    def test_one_that_is_lost_again_and_again_gets_one_request_at_a_time(
+        self, losses: list[Loss], num_at_once: int
+    ) -> None:
         fleet = Fleet(2)
-        for i in range(3):
-            kill(fleet, fleet.decodes[0], Loss.BROKEN if i else Loss.CRASHED)
+        for number, loss in enumerate(losses, 2):
+            fleet.kill(fleet.decodes[0], loss)
             again = FakeNode("d000", Role.DECODE)
-            again.ref = NodeRef("d000", f"d000#{i + 2}", "nowhere")
+            again.ref = NodeRef("d000", f"d000#{number}", "nowhere")
             fleet.decodes.insert(0, again)
-        assert fleet.burst(10)["d000"] == 0
-        fleet.wait(11)
-        assert fleet.burst(10)["d000"] == 1
-
-    def test_a_node_that_leaves_is_not_at_fault(self) -> None:
-        fleet = Fleet(2)
-        for _ in range(3):
-            kill(fleet, fleet.decodes[0], Loss.LEFT)
-            fleet.decodes.insert(0, FakeNode("d000", Role.DECODE))
-        assert fleet.burst(10)["d000"] == 5
+        assert fleet.burst(10)["d000"] == num_at_once
+        if not num_at_once:
+            fleet.wait(11)
+            assert fleet.burst(10)["d000"] == 1
 
     def test_the_only_node_is_asked_all_the_same(self) -> None:
         fleet = Fleet(1)
         for _ in range(4):
             req = fleet.start()
-            fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 500, "again"))
+            fleet.fail(req, decode_of(req))
         assert fleet.start().nodes
 
 
-class TestFailoverCounter:
-    def test_it_counts_attempts_that_were_sent(self) -> None:
-        fleet = Fleet(2)
-        req = fleet.start()
-        kill(fleet, decode_of(req))
-        assert counted(fleet) == {"decode_node_lost": 1}
-        kill(fleet, decode_of(req))
-        fleet.wait(31)
-        assert req.error is not None and req.error.code == "no_node"
-        assert counted(fleet) == {"decode_node_lost": 1}
-
-    def test_an_evicted_prefix_is_no_failover(self) -> None:
-        fleet = Fleet(2)
-        req = fleet.start()
-        fleet.dispatcher.on_not_cached(decode_of(req), req.key)
-        assert req.key.attempt == 1 and req.nodes and not counted(fleet) and not req.stamps
-
-
 class TestPoison:
-    def suspects(self, fleet: Fleet, *reqs: RunningReq) -> None:
-        """Crash the nodes of `reqs`, which are together on one, twice."""
-        for _ in range(2):
+    def crash_twice(self, fleet: Fleet, *reqs: RunningReq, comes: tuple[str, ...] = ()) -> None:
+        """Crash the nodes of `reqs`, which are together on one, twice; before each crash a node may come."""
+        for number in range(2):
+            fleet.decodes += [FakeNode(name, Role.DECODE) for name in comes[number : number + 1]]
             (node,) = {decode_of(req) for req in reqs}
-            kill(fleet, node)
+            fleet.kill(node)
             fleet.wait(1)
+
+    def suspect(self, num_decode: int, **params: Any) -> tuple[Fleet, RunningReq]:
+        """A fleet of which two nodes have crashed under a sequence, which is tried on one of the others."""
+        fleet = Fleet(num_decode)
+        req = fleet.start(**params)
+        self.crash_twice(fleet, req)
+        return fleet, req
 
     def two_suspects(self) -> tuple[Fleet, RunningReq, RunningReq]:
         """Of which one has a node."""
         fleet = Fleet(1)
-        reqs = fleet.start(), fleet.start()
-        for name in ("d1", "d2"):
-            fleet.decodes.append(FakeNode(name, Role.DECODE))
-            (old,) = {decode_of(req) for req in reqs}
-            kill(fleet, old)
-            fleet.wait(1)
-        return fleet, *reqs
+        one, two = fleet.start(), fleet.start()
+        self.crash_twice(fleet, one, two, comes=("d1", "d2"))
+        return fleet, one, two
 
     def run_alone(self, fleet: Fleet, req: RunningReq) -> FakeNode:
         """Have the node of a suspect say that it holds nothing else."""
@@ -389,24 +383,20 @@ class TestPoison:
         return decode_of(req)
 
     def test_a_crash_while_it_runs_alone_convicts(self) -> None:
-        fleet = Fleet(3)
-        req = fleet.start()
-        self.suspects(fleet, req)
-        message = latest(decode_of(req), Decode)
-        assert isinstance(message, Decode) and message.prefill is None, "a suspect runs on one node"
+        fleet, req = self.suspect(3)
+        message = decode_of(req).last(Decode)
+        assert message.prefill is None, "a suspect runs on one node"
         assert message.alone_tokens == TRIAL_TOKENS and not req.ended
-        kill(fleet, self.run_alone(fleet, req))
+        fleet.kill(self.run_alone(fleet, req))
         assert not req.ended and not req.nodes, "the process may be found again"
         fleet.decodes.append(FakeNode("d9", Role.DECODE))
         fleet.wait(4)
-        assert req.error is not None and (req.error.status, req.error.code) == (500, "poison_request")
+        assert ended_with(req) == (500, "poison_request")
 
     def test_a_node_that_is_found_again_acquits_it(self) -> None:
-        fleet = Fleet(3)
-        req = fleet.start()
-        self.suspects(fleet, req)
+        fleet, req = self.suspect(3)
         node = self.run_alone(fleet, req)
-        kill(fleet, node)
+        fleet.kill(node)
         fleet.decodes.append(node)
         fleet.dispatcher.on_node_alive(node)
         fleet.wait(4)
@@ -419,23 +409,19 @@ class TestPoison:
         req = fleet.start()
         for _ in range(2):
             prefill, decode = req.nodes
-            assert isinstance(prefill, FakeNode) and isinstance(decode, FakeNode)
-            failed = Failed(req.key, 503, "link lost", blames=prefill.ref.incarnation)
-            fleet.dispatcher.on_failed(decode, failed)
+            fleet.fail(req, decode, 503, blames=prefill.ref.incarnation)
             if has_gone_on:
                 fleet.wait(1)
-                tell(fleet, req, len(req.output_ids), 7)
-            kill(fleet, prefill)
+                fleet.tell(req, 7)
+            fleet.kill(prefill)
             fleet.wait(1)
         assert req.failover.is_suspect is not has_gone_on
         assert (req in fleet.dispatcher._suspicion.trials) is not has_gone_on
 
     def test_before_the_node_says_that_it_runs_alone_it_is_not_convicted(self) -> None:
         """The node may hold requests of other routers, and be waiting for them to leave."""
-        fleet = Fleet(4)
-        req = fleet.start()
-        self.suspects(fleet, req)
-        kill(fleet, decode_of(req))
+        fleet, req = self.suspect(4)
+        fleet.kill(decode_of(req))
         fleet.wait(4)
         assert req.nodes and not req.ended
 
@@ -443,13 +429,13 @@ class TestPoison:
         fleet = Fleet(10)
         others = [fleet.start(max_new_tokens=500) for _ in range(40)]
         poison = fleet.start()
-        self.suspects(fleet, poison)
+        self.crash_twice(fleet, poison)
         trial = decode_of(poison)
         for other in [other for other in others if other.needs(trial)]:
-            fleet.dispatcher.on_failed(trial, Failed(other.key, 503, "runs another", handed_back=True))
-        kill(fleet, self.run_alone(fleet, poison))
+            fleet.fail(other, trial, 503, handed_back=True)
+        fleet.kill(self.run_alone(fleet, poison))
         fleet.wait(4)
-        assert poison.error is not None and poison.error.code == "poison_request"
+        assert ended_with(poison) == (500, "poison_request")
         assert len(fleet.decodes) == 7 and all(other.nodes and not other.ended for other in others)
 
     def test_what_the_only_node_hands_back_is_sent_there_again_after_a_pause(self) -> None:
@@ -460,25 +446,22 @@ class TestPoison:
             while not req.nodes:
                 fleet.wait(0.05)
             sent_at.append(fleet.now)
-            fleet.dispatcher.on_failed(decode_of(req), Failed(req.key, 503, "runs another", handed_back=True))
+            fleet.fail(req, decode_of(req), 503, handed_back=True)
         assert not req.ended and fleet.now - sent_at[1] >= 8 * 0.2
 
     def test_many_neighbours_are_acquitted_in_time(self) -> None:
         fleet = Fleet(1)
         reqs = [fleet.start(max_new_tokens=500) for _ in range(64)]
-        for name in ("d1", "d2"):
-            fleet.decodes.append(FakeNode(name, Role.DECODE))
-            kill(fleet, fleet.decodes[0])
-            fleet.wait(1)
+        self.crash_twice(fleet, *reqs, comes=("d1", "d2"))
         fleet.decodes += [FakeNode(f"e{i}", Role.DECODE) for i in range(6)]
         fleet.wait(1)
-        assert sum(bool(req.nodes) for req in reqs) == 3, "on half of the nodes, and each on one of its own"
-        assert len({decode_of(req) for req in reqs if req.nodes}) == 3
+        on_trial = [decode_of(req) for req in reqs if req.nodes]
+        assert len(on_trial) == len(set(on_trial)) == 3, "on half of the nodes, and each on one of its own"
         num_turns = 0
         while any(req.failover.is_suspect for req in reqs):
             for req in reqs:
                 if req.nodes and req.failover.is_suspect:
-                    tell(fleet, req, 0, *range(TRIAL_TOKENS))
+                    fleet.tell(req, *range(TRIAL_TOKENS))
             fleet.wait(1)  # a trial
             num_turns += 1
         assert num_turns < 30 and all(req.nodes and not req.ended for req in reqs)
@@ -489,20 +472,18 @@ class TestPoison:
         for name in ("d1", "d2"):
             fleet.decodes.append(FakeNode(name, Role.DECODE))
             (old,) = {decode_of(req) for req in (one, two)}
-            tell(fleet, one, len(one.output_ids), 7)
-            kill(fleet, old)
+            fleet.tell(one, 7)
+            fleet.kill(old)
             fleet.wait(1)
         assert one.nodes and not two.nodes, "two waits until one has been tried"
-        tell(fleet, one, 2, *range(16))
+        fleet.tell(one, *range(16))
         fleet.wait(1)
         assert two.nodes and not one.failover.is_suspect
-        kill(fleet, fleet.decodes[0])
+        fleet.kill(fleet.decodes[0])
         assert not one.ended, "it is no suspect any more"
 
     def test_other_work_goes_to_other_nodes(self) -> None:
-        fleet = Fleet(4)
-        req = fleet.start()
-        self.suspects(fleet, req)
+        fleet, req = self.suspect(4)
         trial = decode_of(req)
         assert set(fleet.burst(10)) == {node.ref.node_id for node in fleet.decodes if node is not trial}
 
@@ -512,7 +493,7 @@ class TestPoison:
         req = fleet.start()
         for _ in range(3):
             node = decode_of(req)
-            kill(fleet, node, Loss.CRASHED if crashed else Loss.BROKEN)
+            fleet.kill(node, Loss.CRASHED if crashed else Loss.BROKEN)
             if crashed:  # but the same process answers again
                 fleet.decodes.append(node)
                 fleet.dispatcher.on_node_alive(node)
@@ -530,105 +511,37 @@ class TestPoison:
         fleet, one, two = self.two_suspects()
         fleet.wait(50)
         assert not two.ended and not two.nodes
-        kill(fleet, decode_of(one))
+        fleet.kill(decode_of(one))
         fleet.wait(29)
         assert not two.ended
         fleet.wait(2)
-        assert two.error is not None and (two.error.status, two.error.code) == (503, "no_node")
+        assert ended_with(two) == (503, "no_node")
 
 
 class TestNumerics:
-    def test_nodes_of_the_same_numerics_are_preferred(self) -> None:
-        fleet = Fleet(4)
+    """Tokens that were computed with some numerics go on with the same, where that can be."""
+
+    @pytest.mark.parametrize(("num_decode", "num_others", "num_inexact"), [(4, 2, 0), (2, 1, 1)])
+    def test_nodes_of_the_same_numerics_are_preferred(
+        self, num_decode: int, num_others: int, num_inexact: int
+    ) -> None:
+        fleet = Fleet(num_decode)
         req = fleet.start()
         first = decode_of(req)
-        tell(fleet, req, 0, 7)
+        fleet.tell(req, 7)
         others = [node for node in fleet.decodes if node is not first]
-        others[0].numerics = others[1].numerics = "other"
-        kill(fleet, first)
-        assert decode_of(req) is others[2] and inexact(fleet) == 0
+        for node in others[:num_others]:
+            node.numerics = "other"
+        fleet.kill(first)
+        assert decode_of(req) is others[-1] and inexact(fleet) == num_inexact
 
     def test_a_prefill_node_of_other_numerics_leaves_it_to_the_decode_node(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
-        tell(fleet, req, 0, 7)
+        fleet.tell(req, 7)
         fleet.prefills[0].numerics = "other"
-        kill(fleet, decode_of(req))
-        message = latest(decode_of(req), Decode)
-        assert isinstance(message, Decode) and message.prefill is None and inexact(fleet) == 0
-
-    def test_without_such_nodes_it_goes_on_and_is_counted(self) -> None:
-        fleet = Fleet(2)
-        req = fleet.start()
-        tell(fleet, req, 0, 7)
-        first = decode_of(req)
-        (other,) = (node for node in fleet.decodes if node is not first)
-        other.numerics = "other"
-        kill(fleet, first)
-        assert decode_of(req) is other and inexact(fleet) == 1
-
-    def test_the_last_token_is_computed_with_the_same_numerics(self) -> None:
-        fleet = Fleet(2)
-        fleet.prefills.insert(0, FakeNode("p9", Role.PREFILL))
-        req = fleet.start(max_new_tokens=3)
-        first = req.nodes[0]
-        (other,) = (node for node in fleet.prefills if node is not first)
-        other.numerics = "other"
-        tell(fleet, req, 0, 1, 2)
-        kill(fleet, decode_of(req))
-        assert req.nodes == (first,)
-        first.numerics = "other"
-        fleet.dispatcher.on_failed(first, Failed(req.key, 500, "again"))
-        fleet.wait(0.2)
-        assert req.nodes == (fleet.decodes[0],) and inexact(fleet) == 0
-
-    def test_equal_numerics_that_are_not_exact_are_counted(self) -> None:
-        """By the name of its numerics a node of torch is like another, yet a prefill there has other bits."""
-        fleet = Fleet(2)
-        for node in (*fleet.prefills, *fleet.decodes):
-            node.is_exact = False
-        req = fleet.start()
-        fleet.decodes.append(FakeNode("late", Role.DECODE))
-        kill(fleet, decode_of(req), Loss.BROKEN)
-        assert inexact(fleet) == 0, "there was no output that it could part from"
-        tell(fleet, req, 0, 7)
-        kill(fleet, decode_of(req), Loss.BROKEN)
-        assert inexact(fleet) == 1
-
-    @pytest.mark.parametrize("role", list(Role))
-    def test_one_node_that_is_not_exact_will_do(self, role: Role) -> None:
-        fleet = Fleet(2, local_prefill_tokens=0)
-        req = fleet.start()
-        tell(fleet, req, 0, 7)
-        first = decode_of(req)
-        (other,) = (node for node in fleet.decodes if node is not first)
-        (fleet.prefills[0] if role is Role.PREFILL else other).is_exact = False
-        kill(fleet, first)
-        assert req.nodes == (fleet.prefills[0], other) and inexact(fleet) == 1
-
-    def test_a_move_computes_nothing_again(self) -> None:
-        """Its pages are those of the source, so it is none of them, though the nodes are not exact."""
-        fleet = Fleet(2)
-        for node in (*fleet.prefills, *fleet.decodes):
-            node.is_exact = False
-        req = fleet.start()
-        source = decode_of(req)
-        fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (7,))])
-        fleet.dispatcher.move_held(source)
-        assert req.moving is not None
-        fleet.dispatcher.on_tokens(req.moving.nodes[0], [TokenEntry(req.moving.key, 1, (8,))])
-        assert decode_of(req) is not source and req.output_ids == [7, 8] and inexact(fleet) == 0
-
-    def test_a_suspect_is_tried_on_a_node_of_the_same_numerics(self) -> None:
-        fleet = Fleet(5)
-        req = fleet.start()
-        tell(fleet, req, 0, 7)
-        kill(fleet, decode_of(req))
-        kill(fleet, decode_of(req))
-        for node in fleet.decodes[:2]:
-            node.numerics = "other"
-        fleet.wait(1)
-        assert req.failover.is_suspect and decode_of(req) is fleet.decodes[2]
+        fleet.kill(decode_of(req))
+        assert decode_of(req).last(Decode).prefill is None and inexact(fleet) == 0
 
     def test_before_the_first_token_any_node_will_do(self) -> None:
         fleet = Fleet(2)
@@ -636,10 +549,69 @@ class TestNumerics:
         first = decode_of(req)
         (other,) = (node for node in fleet.decodes if node is not first)
         other.numerics = fleet.prefills[0].numerics = "other"
-        kill(fleet, first)
+        fleet.kill(first)
         assert req.nodes == (fleet.prefills[0], other) and inexact(fleet) == 0
 
+    def test_the_last_token_is_computed_with_the_same_numerics(self) -> None:
+        fleet = Fleet(2)
+        fleet.prefills.insert(0, FakeNode("p9", Role.PREFILL))
+        req = fleet.start(max_new_tokens=3)
+        first = req.nodes[0]
+        assert isinstance(first, FakeNode)
+        (other,) = (node for node in fleet.prefills if node is not first)
+        other.numerics = "other"
+        fleet.tell(req, 1, 2)
+        fleet.kill(decode_of(req))
+        assert req.nodes == (first,)
+        first.numerics = "other"
+        fleet.fail(req, first)
+        fleet.wait(0.2)
+        assert req.nodes == (fleet.decodes[0],) and inexact(fleet) == 0
 
-def inexact(fleet: Fleet) -> float:
-    counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_inexact_continuations"]
-    return float(counter.samples[0].value)
+    def test_equal_numerics_that_are_not_exact_are_counted(self) -> None:
+        """By the name of its numerics a node of torch is like another, yet a prefill there has other bits."""
+        fleet = Fleet(2)
+        for node in fleet.nodes:
+            node.is_exact = False
+        req = fleet.start()
+        fleet.decodes.append(FakeNode("late", Role.DECODE))
+        fleet.kill(decode_of(req), Loss.BROKEN)
+        assert inexact(fleet) == 0, "there was no output that it could part from"
+        fleet.tell(req, 7)
+        fleet.kill(decode_of(req), Loss.BROKEN)
+        assert inexact(fleet) == 1
+
+    @pytest.mark.parametrize("role", list(Role))
+    def test_one_node_that_is_not_exact_will_do(self, role: Role) -> None:
+        fleet = Fleet(2, local_prefill_tokens=0)
+        req = fleet.start()
+        fleet.tell(req, 7)
+        first = decode_of(req)
+        (other,) = (node for node in fleet.decodes if node is not first)
+        (fleet.prefills[0] if role is Role.PREFILL else other).is_exact = False
+        fleet.kill(first)
+        assert req.nodes == (fleet.prefills[0], other) and inexact(fleet) == 1
+
+    def test_a_move_computes_nothing_again(self) -> None:
+        """Its pages are those of the source, so it is none of them, though the nodes are not exact."""
+        fleet = Fleet(2)
+        for node in fleet.nodes:
+            node.is_exact = False
+        req = fleet.start()
+        source = decode_of(req)
+        fleet.tell(req, 7)
+        fleet.dispatcher.move_held(source)
+        assert req.moving is not None
+        fleet.tell(req, 8, by=req.moving.nodes[0], key=req.moving.key)
+        assert decode_of(req) is not source and req.output_ids == [7, 8] and inexact(fleet) == 0
+
+    def test_a_suspect_is_tried_on_a_node_of_the_same_numerics(self) -> None:
+        fleet = Fleet(5)
+        req = fleet.start()
+        fleet.tell(req, 7)
+        for _ in range(2):
+            fleet.kill(decode_of(req))
+        for node in fleet.decodes[:2]:
+            node.numerics = "other"
+        fleet.wait(1)
+        assert req.failover.is_suspect and decode_of(req) is fleet.decodes[2]

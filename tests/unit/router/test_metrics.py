@@ -3,93 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 import pytest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 from router.dispatch.running_req import Cause
-from shared.protocol.messages import Failed, Finish, Load, TokenEntry
+from shared.protocol.messages import Finish, Load
+from tests.unit.router.dispatched import Fleet, families
 from tests.unit.router.fakes import joined_pair, write_model
-from tests.unit.router.test_placement import Fleet
 
-OF_NODES: Mapping[str, tuple[str, ...]] = {
-    "gauge": (
-        "sglang:num_running_reqs",
-        "sglang:num_queue_reqs",
-        "sglang:token_usage",
-        "sglang:cache_hit_rate",
-        "sglang:gen_throughput",
-        "baton:num_queued_tokens",
-        "baton:prefill_tokens_per_second",
-        "baton:reserve_wait_seconds",
-        "baton:num_bootstrapping_reqs",
-        "baton:num_transferring_reqs",
-        "baton:num_retracted_reqs",
-        "baton:links_up",
-        "baton:kv_transfer_bytes_per_second",
-        "baton:num_pages",
-        "baton:num_free_pages",
-        "baton:num_evictable_pages",
-        "baton:num_held_pages",
-        "baton:num_window_pages",
-        "baton:num_available_window_pages",
-        "baton:num_host_pages",
-        "baton:num_free_host_pages",
-    ),
-    "counter": (
-        "baton:prefill_busy_seconds",
-        "baton:node_prompt_tokens",
-        "baton:node_cached_tokens",
-        "baton:node_fetched_tokens",
-        "baton:node_ahead_tokens",
-        "baton:node_ahead_evicted_tokens",
-        "baton:node_generated_tokens",
-        "baton:kv_transfer_bytes",
-        "baton:kv_transfer_busy_seconds",
-        "baton:retractions",
-        "baton:retractions_host",
-        "baton:retractions_recompute",
-        "baton:retraction_waits",
-        "baton:jump_forward_tokens",
-    ),
-}
-OF_THE_ROUTER: Mapping[str, tuple[str, ...]] = {
-    "gauge": (
-        "baton:num_queued_reqs",
-        "baton:http_connections",
-        "baton:http_unsent_bytes",
-    ),
-    "counter": (
-        "sglang:prompt_tokens",
-        "sglang:generation_tokens",
-        "sglang:cached_tokens",
-        "sglang:num_requests",
-        "sglang:num_aborted_requests",
-        "baton:num_failed_requests",
-        "baton:num_failovers",
-        "baton:num_poison_requests",
-        "baton:num_moves",
-        "baton:num_inexact_continuations",
-        "baton:num_failed_moves",
-        "baton:num_rejected_requests",
-        "baton:num_late_requests",
-    ),
-    "histogram": (
-        "sglang:time_to_first_token_seconds",
-        "sglang:inter_token_latency_seconds",
-        "sglang:e2e_request_latency_seconds",
-        "baton:kv_transfer_seconds",
-    ),
-}
+OF_NODES = """
+sglang:num_running_reqs sglang:num_queue_reqs sglang:token_usage sglang:cache_hit_rate sglang:gen_throughput
+baton:num_queued_tokens baton:prefill_tokens_per_second baton:reserve_wait_seconds baton:num_bootstrapping_reqs
+baton:num_transferring_reqs baton:num_retracted_reqs baton:links_up baton:kv_transfer_bytes_per_second
+baton:num_pages baton:num_free_pages baton:num_evictable_pages baton:num_held_pages baton:num_window_pages
+baton:num_available_window_pages baton:num_host_pages baton:num_free_host_pages
+baton:prefill_busy_seconds_total baton:node_prompt_tokens_total baton:node_cached_tokens_total
+baton:node_fetched_tokens_total baton:node_ahead_tokens_total baton:node_ahead_evicted_tokens_total
+baton:node_generated_tokens_total baton:kv_transfer_bytes_total baton:kv_transfer_busy_seconds_total
+baton:retractions_total baton:retractions_host_total baton:retractions_recompute_total
+baton:retraction_waits_total baton:jump_forward_tokens_total
+"""
+OF_THE_ROUTER = """
+baton:num_queued_reqs baton:http_connections baton:http_unsent_bytes
+sglang:prompt_tokens_total sglang:generation_tokens_total sglang:cached_tokens_total sglang:num_requests_total
+sglang:num_aborted_requests_total baton:num_failed_requests_total baton:num_failovers_total
+baton:num_poison_requests_total baton:num_moves_total baton:num_inexact_continuations_total
+baton:num_failed_moves_total baton:num_rejected_requests_total baton:num_late_requests_total
+sglang:time_to_first_token_seconds_bucket sglang:inter_token_latency_seconds_bucket
+sglang:e2e_request_latency_seconds_bucket baton:kv_transfer_seconds_bucket
+"""
+BY_STAGE = {"baton:stage_duration_seconds", "baton:num_slow_starts"}
+SUFFIXES = {"counter": {"_total"}, "gauge": {""}, "histogram": {"_bucket", "_count", "_sum"}}
 
 
-def families(text: str) -> dict[str, Metric]:
-    found = list(text_string_to_metric_families(text))
-    by_name = {family.name: family for family in found}
-    assert len(by_name) == len(found), "Prometheus refuses a scrape that has a figure twice"
-    return by_name
+def family_of(name: str) -> tuple[str, str]:
+    """The family of a sample and its type, which its name tells."""
+    for suffix, kind in (("_total", "counter"), ("_bucket", "histogram")):
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), kind
+    return name, "gauge"
 
 
 @pytest.fixture(scope="module")
@@ -108,28 +61,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metric]:
     return families(asyncio.run(run()))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in OF_NODES.items() for name in names]
-)
-def test_of_nodes(exported: dict[str, Metric], kind: str, name: str) -> None:
-    family = exported[name]
-    assert family.type == kind
-    suffix = "_total" if kind == "counter" else ""
-    assert {(sample.name, *sorted(sample.labels.items())) for sample in family.samples} == {
-        (name + suffix, ("model_name", "tiny"), ("node", f"{role}-0"), ("role", role))
+@pytest.mark.parametrize("name", OF_NODES.split())
+def test_of_nodes(exported: dict[str, Metric], name: str) -> None:
+    family, kind = family_of(name)
+    assert exported[family].type == kind
+    assert {(sample.name, *sorted(sample.labels.items())) for sample in exported[family].samples} == {
+        (name, ("model_name", "tiny"), ("node", f"{role}-0"), ("role", role))
         for role in ("prefill", "decode")
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in OF_THE_ROUTER.items() for name in names]
-)
-def test_of_the_router(exported: dict[str, Metric], kind: str, name: str) -> None:
-    family = exported[name]
-    assert family.type == kind
-    assert all((s.labels["model_name"], s.labels["role"]) == ("tiny", "router") for s in family.samples)
-    suffixes = {"gauge": {""}, "counter": {"_total"}, "histogram": {"_bucket", "_count", "_sum"}}[kind]
-    assert {sample.name.removeprefix(name) for sample in family.samples} == suffixes
+@pytest.mark.parametrize("name", OF_THE_ROUTER.split())
+def test_of_the_router(exported: dict[str, Metric], name: str) -> None:
+    family, kind = family_of(name)
+    samples = exported[family].samples
+    assert exported[family].type == kind
+    assert all((s.labels["model_name"], s.labels["role"]) == ("tiny", "router") for s in samples)
+    assert {sample.name.removeprefix(family) for sample in samples} == SUFFIXES[kind]
 
 
 def test_stages(exported: dict[str, Metric]) -> None:
@@ -137,6 +85,13 @@ def test_stages(exported: dict[str, Metric]) -> None:
     assert family.type == "histogram"
     seen = {(s.labels["role"], s.labels["stage"]) for s in family.samples}
     assert seen >= {("prefill", "queued"), ("decode", "transferring")}
+
+
+def test_every_cause_of_failovers_is_told_before_there_is_one(exported: dict[str, Metric]) -> None:
+    samples = exported["baton:num_failovers"].samples
+    assert {s.labels["cause"]: s.value for s in samples if s.name.endswith("_total")} == dict.fromkeys(
+        Cause, 0
+    )
 
 
 def test_figures_of_nodes_are_those_of_their_pongs(exported: dict[str, Metric]) -> None:
@@ -149,45 +104,27 @@ def test_figures_of_nodes_are_those_of_their_pongs(exported: dict[str, Metric]) 
 
 
 def test_nothing_is_told_without_being_listed_here(exported: dict[str, Metric]) -> None:
-    listed = {name for names in (*OF_NODES.values(), *OF_THE_ROUTER.values()) for name in names}
     told = {name for name in exported if not name.endswith("_created")}
-    assert told == listed | {"baton:stage_duration_seconds", "baton:num_slow_starts"}
+    assert told == {family_of(name)[0] for name in (OF_NODES + OF_THE_ROUTER).split()} | BY_STAGE
 
 
 def test_every_token_counts_between_two_messages() -> None:
     fleet = Fleet(1)
     req = fleet.start()
-    decode = req.nodes[-1]
-    fleet.dispatcher.on_tokens(decode, (TokenEntry(req.key, 0, (7,)),))
-    fleet.dispatcher.on_tokens(decode, (TokenEntry(req.key, 1, (7, 7, 7)),))
-    fleet.dispatcher.on_tokens(decode, (TokenEntry(req.key, 4, (), Finish("length")),))
-    family = families(fleet.dispatcher._metrics.export().decode())["sglang:inter_token_latency_seconds"]
-    (count,) = [s.value for s in family.samples if s.name.endswith("_count")]
-    assert count == 3
+    for ids in ((7,), (7, 7, 7), ()):
+        fleet.tell(req, *ids, finish=None if ids else Finish("length"))
+    samples = fleet.metric("sglang:inter_token_latency_seconds").samples
+    assert [s.value for s in samples if s.name.endswith("_count")] == [3]
 
 
-def test_a_sequence_that_is_sent_elsewhere_is_a_failover() -> None:
-    fleet = Fleet(2)
-    req = fleet.start()
-    fleet.dispatcher.on_failed(req.nodes[-1], Failed(req.key, 500, "the forward failed"))
-    counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failovers"]
-    counts = {s.labels["cause"]: s.value for s in counter.samples if s.name.endswith("_total")}
-    assert counts == dict.fromkeys(Cause, 0) | {"node_failed": 1}
-
-
-@pytest.mark.parametrize(("status", "counts"), [(500, 1), (503, 1), (400, 0)])
-def test_a_bad_request_is_no_failure(status: int, counts: int) -> None:
+@pytest.mark.parametrize(("status", "counts"), [(500, 1), (503, 1), (400, 0), (None, 1)])
+def test_what_counts_as_a_failed_request(status: int | None, counts: int) -> None:
+    """Not a bad request. None: a deadline that passed."""
     fleet = Fleet(1)
     req = fleet.start()
+    if status is None:
+        fleet.dispatcher.expire(req)
     while not req.ended:
-        fleet.dispatcher.on_failed(req.nodes[-1], Failed(req.key, status, "regex: missing )"))
+        fleet.fail(req, req.nodes[-1], status or 0)
         fleet.wait(10)
-    counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failed_requests"]
-    assert [s.value for s in counter.samples] == [counts]
-
-
-def test_a_deadline_that_passed_is_a_failure() -> None:
-    fleet = Fleet(1)
-    fleet.dispatcher.expire(fleet.start())
-    counter = families(fleet.dispatcher._metrics.export().decode())["baton:num_failed_requests"]
-    assert [s.value for s in counter.samples] == [1]
+    assert fleet.figure("baton:num_failed_requests") == counts

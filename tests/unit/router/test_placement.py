@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.dispatch.node import Loss, PrefixIndex
+from router.dispatch.node import PrefixIndex
 from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES
 from shared.protocol.logprobs import LogprobParams
-from shared.protocol.messages import Decode, Failed, Finish, Load, NodeLimits, Prefill, Role, TokenEntry, Work
+from shared.protocol.messages import Decode, Finish, Load, NodeLimits, Prefill, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
@@ -115,10 +115,10 @@ class TestWhichNodeEvictsFirst:
         """What each request tells its prefill and its decode node; None where it has none."""
         told: Counter[tuple[bool | None, bool | None]] = Counter()
         for _ in range(count):
-            for node in (*fleet.prefills, *fleet.decodes):
+            for node in fleet.nodes:
                 node.sent.clear()
             fleet.start(**params)  # type: ignore[arg-type]
-            flags = {type(m): m.evict_first for n in (*fleet.prefills, *fleet.decodes) for m in n.sent}
+            flags = {type(m): m.evict_first for node in fleet.nodes for m in node.sent}
             told[flags.get(Prefill), flags.get(Decode)] += 1
         return told
 
@@ -180,9 +180,9 @@ class TestCounts:
         reqs = [fleet.start() for _ in range(6)]
         assert fleet.view.seqs.of(node) == 6
         dispatcher = fleet.dispatcher
-        dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,), Finish("length"))])
+        fleet.tell(reqs[0], 1, finish=Finish("length"))
         assert fleet.view.seqs.of(node) == 5
-        dispatcher.on_failed(node, Failed(reqs[1].key, 400, "x"))
+        fleet.fail(reqs[1], node, 400)
         dispatcher.release(reqs[2])
         dispatcher.release(reqs[2])
         assert fleet.view.seqs.of(node) == 3
@@ -210,9 +210,8 @@ class TestCounts:
         fleet = Fleet(1)
         (node,) = fleet.decodes
         fleet.start()
-        fleet.decodes.remove(node)
-        fleet.dispatcher.on_node_lost(node, "killed", Loss.CRASHED)
-        fleet.dispatcher.on_node_lost(fleet.prefills[0], "killed", Loss.CRASHED)
+        fleet.kill(node)
+        fleet.kill(fleet.prefills[0])
         assert fleet.view.seqs.of(node) == 0
         assert not fleet.view.seqs._own and not fleet.view.used_pages._own
         assert not fleet.view._places

@@ -19,10 +19,9 @@ from router.dispatch.policy import (
     ttft,
 )
 from router.dispatch.running_req import Attempt
-from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, TokenEntry, Work
+from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
-from shared.timeline import PRIOR_PREFILL_TOKENS_PER_S
-from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
+from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet, decode_of
 
 WORK = Work(IDS, SamplingParams(max_new_tokens=8))
 
@@ -73,13 +72,7 @@ class TestPrefillNodes:
             node.load = Load(prefill_tokens_per_s=rate)
         assert 28 <= Counter(names(fleet, Role.PREFILL, 40))["p0"] <= 32
 
-    def test_a_node_that_has_measured_nothing_is_as_fast_as_the_others(self) -> None:
-        fleet = by_cost()
-        for node in fleet.prefills[:2]:
-            node.load = Load(prefill_tokens_per_s=50 * PRIOR_PREFILL_TOKENS_PER_S)
-        assert set(Counter(names(fleet, Role.PREFILL, 30)).values()) == {10}
-
-    def test_it_is_the_median_of_the_others(self) -> None:
+    def test_a_node_that_has_measured_nothing_is_as_fast_as_the_median_of_the_others(self) -> None:
         fleet = by_cost(4, 1)
         for node, rate in zip(fleet.prefills, (100.0, 200.0, 900.0), strict=False):
             node.load = Load(prefill_tokens_per_s=rate)
@@ -100,9 +93,9 @@ class TestPrefillNodes:
         node = fleet.prefills[0]
         reqs = [fleet.start() for _ in range(3)]
         assert fleet.view.queued_tokens.of(node) == 3 * len(IDS)
-        fleet.dispatcher.on_tokens(node, [TokenEntry(reqs[0].key, 0, (1,))])
+        fleet.tell(reqs[0], 1, by=node)
         assert (fleet.view.queued_tokens.of(node), fleet.view.seqs.of(node)) == (2 * len(IDS), 2)
-        fleet.dispatcher.on_tokens(reqs[0].nodes[1], [TokenEntry(reqs[0].key, 0, (1, 2), Finish("length"))])
+        fleet.tell(reqs[0], 1, 2, at=0, finish=Finish("length"))
         fleet.dispatcher.release(reqs[1])
         assert (fleet.view.queued_tokens.of(node), fleet.view.seqs.of(node)) == (len(IDS), 1)
         node.load = Load(num_queued_tokens=7 * len(IDS), num_waiting=7)  # six of other routers
@@ -211,9 +204,7 @@ class TestWhoComputes:
 
     @staticmethod
     def sent(fleet: Fleet, ids: tuple[int, ...] = IDS) -> Decode:
-        fleet.start(ids)
-        messages = [message for node in fleet.decodes for message in node.sent if isinstance(message, Decode)]
-        return messages[-1]
+        return decode_of(fleet.start(ids)).last(Decode)
 
     def test_a_follow_up_stays_where_its_conversation_is(self) -> None:
         fleet = by_cost(1, 2, local=None)
@@ -222,27 +213,22 @@ class TestWhoComputes:
         assert sent.prefill is None and sent.local_prefill_limit == 2 * (len(IDS) - 3 * PAGE)
         assert not fleet.prefills[0].sent and fleet.decodes[1].sent == [sent]
 
-    def test_many_streams_there_are_not_stalled(self) -> None:
+    @pytest.mark.parametrize(
+        ("num_queued_tokens", "kv_bytes_per_s", "is_split"),
+        [(0, 0.0, True), (100_000, 0.0, False), (0, 1000.0, False)],
+        ids=["idle", "the prefill fleet is busy", "the network is slow"],
+    )
+    def test_many_streams_there_are_stalled_only_where_it_is_worth_it(
+        self, num_queued_tokens: int, kv_bytes_per_s: float, is_split: bool
+    ) -> None:
         fleet = by_cost(1, 1, local=None)
         fleet.decodes[0].holds(3)
-        fleet.decodes[0].load = Load(num_running=30, num_pages=4096, num_free_pages=4096)
-        assert self.sent(fleet).prefill == fleet.prefills[0].ref
-        (message,) = fleet.prefills[0].sent
-        assert isinstance(message, Prefill)
-
-    def test_they_are_when_the_prefill_fleet_is_busy(self) -> None:
-        fleet = by_cost(1, 1, local=None)
-        fleet.decodes[0].holds(3)
-        fleet.decodes[0].load = Load(num_running=30, num_pages=4096, num_free_pages=4096)
-        fleet.prefills[0].load = Load(num_queued_tokens=100_000)
-        assert self.sent(fleet).prefill is None
-
-    def test_they_are_when_the_network_is_slow(self) -> None:
-        fleet = by_cost(1, 1, local=None)
-        fleet.decodes[0].holds(3)
-        roomy = {"num_running": 30, "num_pages": 4096, "num_free_pages": 4096}
-        fleet.decodes[0].load = Load(**roomy, kv_bytes_per_s=1000.0)
-        assert self.sent(fleet).prefill is None
+        fleet.decodes[0].load = Load(
+            num_running=30, num_pages=4096, num_free_pages=4096, kv_bytes_per_s=kv_bytes_per_s
+        )
+        fleet.prefills[0].load = Load(num_queued_tokens=num_queued_tokens)
+        assert self.sent(fleet).prefill == (fleet.prefills[0].ref if is_split else None)
+        assert [type(message) for message in fleet.prefills[0].sent] == [Prefill] * is_split
 
     def test_a_prompt_of_which_it_holds_nothing_is_computed_elsewhere(self) -> None:
         fleet = by_cost(1, 1, local=None)

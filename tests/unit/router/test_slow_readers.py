@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,100 +134,90 @@ class BufferedTransport(asyncio.Transport):
         pass
 
 
+@dataclass(frozen=True)
+class Held:
+    """A connection under a clock of its own."""
+
+    loop: ManualLoop
+    transport: BufferedTransport
+    protocol: Connection
+
+    def waits(self, num_bytes: int) -> None:
+        """The app has written more than the client takes."""
+        self.transport.num_buffered = num_bytes
+        self.protocol.pause_writing()
+
+    def takes_all_but(self, num_bytes: int) -> None:
+        """The client has taken so much that the app may write again."""
+        self.transport.num_buffered = num_bytes
+        self.protocol.resume_writing()
+
+
 @pytest.fixture
-def connection() -> Iterator[tuple[ManualLoop, BufferedTransport, Connection]]:
+def held() -> Iterator[Held]:
     loop, transport = ManualLoop(), BufferedTransport()
     options = ConnectionOptions(write_timeout_s=60, header_timeout_s=10_000)
     config = Config(error_response(RequestError("no app")), log_config=None, lifespan="off", ws="none")
     connections = Connections(options, log_requests=False)
     protocol = Connection(config, ServerState(), {}, loop, connections=connections)
     protocol.connection_made(transport)
-    yield loop, transport, protocol
+    yield Held(loop, transport, protocol)
     loop.close()
 
 
-def test_who_takes_a_little_now_and_then_is_kept(
-    connection: tuple[ManualLoop, BufferedTransport, Connection],
-) -> None:
-    loop, transport, protocol = connection
-    transport.num_buffered = 100_000
-    protocol.pause_writing()
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def test_who_takes_a_little_now_and_then_is_kept(held: Held) -> None:
+    held.waits(100_000)
     for _ in range(10):
-        loop.advance(59)
-        transport.num_buffered -= 1
-    assert not transport.aborted
-    loop.advance(121)
-    assert transport.aborted
+        held.loop.advance(59)
+        held.transport.num_buffered -= 1
+    assert not held.transport.aborted
+    held.loop.advance(121)
+    assert held.transport.aborted
 
 
-def test_who_took_all_is_kept_however_much_waits_again(
-    connection: tuple[ManualLoop, BufferedTransport, Connection],
-) -> None:
+def test_who_took_all_is_kept_however_much_waits_again(held: Held) -> None:
     """Looked at twice, as much waits each time; in between the client took all of it."""
-    loop, transport, protocol = connection
-    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    held.protocol.data_received(GET)
     for _ in range(10):
-        transport.num_buffered = 65_800
-        protocol.pause_writing()
-        loop.advance(50)
-        assert not transport.aborted
-        transport.num_buffered = 0
-        protocol.resume_writing()
-        loop.advance(5)
-    protocol.pause_writing()
-    transport.num_buffered = 65_800
-    loop.advance(121)
-    assert transport.aborted
+        held.waits(65_800)
+        held.loop.advance(50)
+        assert not held.transport.aborted
+        held.takes_all_but(0)
+        held.loop.advance(5)
+    held.waits(65_800)
+    held.loop.advance(121)
+    assert held.transport.aborted
 
 
-def test_what_waits_of_a_running_answer_is_not_compared(
-    connection: tuple[ManualLoop, BufferedTransport, Connection],
-) -> None:
-    loop, transport, protocol = connection
-    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    transport.num_buffered = 65_800
-    protocol.pause_writing()
-    transport.num_buffered = 500
-    protocol.resume_writing()
-    loop.advance(1_000)
-    assert not transport.aborted
+@pytest.mark.parametrize("is_done", [False, True])
+def test_what_waits_of_an_answer_is_compared_when_the_app_is_done(held: Held, is_done: bool) -> None:
+    held.protocol.data_received(GET)
+    held.waits(65_800)
+    if is_done:
+        held.protocol.cycle.response_complete = True
+        held.protocol.on_response_complete()
+    held.takes_all_but(500)
+    held.loop.advance(121)
+    assert held.transport.aborted is is_done
 
 
-def test_what_is_left_of_an_answer_is_not_kept_for_ever(
-    connection: tuple[ManualLoop, BufferedTransport, Connection],
-) -> None:
-    loop, transport, protocol = connection
-    protocol.data_received(b"GET / HT")
-    loop.advance(9_999)
-    assert not transport.closed
-    loop.advance(2)
-    assert transport.closed and transport.num_buffered > 0, "told 408"
-    loop.advance(58)
-    assert not transport.aborted
-    loop.advance(62)
-    assert transport.aborted
+def test_what_is_left_of_an_answer_is_not_kept_for_ever(held: Held) -> None:
+    held.protocol.data_received(b"GET / HT")
+    held.loop.advance(9_999)
+    assert not held.transport.closed
+    held.loop.advance(2)
+    assert held.transport.closed and held.transport.num_buffered > 0, "told 408"
+    held.loop.advance(58)
+    assert not held.transport.aborted
+    held.loop.advance(62)
+    assert held.transport.aborted
 
 
-def test_what_is_left_when_the_app_is_done_is_timed_anew(
-    connection: tuple[ManualLoop, BufferedTransport, Connection],
-) -> None:
-    loop, transport, protocol = connection
-    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    transport.num_buffered = 65_800
-    protocol.pause_writing()
-    protocol.cycle.response_complete = True
-    protocol.on_response_complete()
-    transport.num_buffered = 500
-    protocol.resume_writing()
-    loop.advance(121)
-    assert transport.aborted
-
-
-def test_a_body_that_has_come_is_not_waited_for(
-    connection: tuple[ManualLoop, BufferedTransport, Connection],
-) -> None:
-    loop, transport, protocol = connection
-    protocol.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{")
-    protocol.data_received(b"}")
-    loop.advance(1_000)
-    assert not transport.is_closing()
+def test_a_body_that_has_come_is_not_waited_for(held: Held) -> None:
+    held.protocol.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{")
+    held.protocol.data_received(b"}")
+    held.loop.advance(1_000)
+    assert not held.transport.is_closing()

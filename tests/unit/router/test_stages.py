@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 
-from router.dispatch.dispatcher import Loss
 from router.dispatch.running_req import RunningReq
 from router.dispatch.stages import Start, StartStage, worst_of
 from shared.protocol.messages import (
@@ -17,7 +16,6 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     Stamp,
-    TokenEntry,
     Work,
 )
 from shared.protocol.sampling_params import SamplingParams
@@ -79,8 +77,7 @@ def finish(fleet: Fleet, req: RunningReq, stays: Stays) -> None:
     told = ReqReport(
         stamps=of_prefill, ahead_s=stays.ahead, fetch_s=fetch_s, num_fetched_tokens=stays.num_fetched
     )
-    first = TokenEntry(req.key, 0, (7,), None, told)
-    fleet.dispatcher.on_tokens(prefill, [first])
+    fleet.tell(req, 7, by=prefill, report=told)
     assert req.start is None, "what the decode node does is not known yet"
     fleet.now += stays.transfer
     of_decode = stamps(
@@ -91,7 +88,7 @@ def finish(fleet: Fleet, req: RunningReq, stays: Stays) -> None:
         ("decoding", 0.0),
     )
     report = ReqReport(stamps=(*of_prefill, *of_decode), kv_bytes_transferred=8_000_000)
-    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 0, (7, 8), Finish("length"), report)])
+    fleet.tell(req, 7, 8, by=decode, at=0, finish=Finish("length"), report=report)
 
 
 def start_of(req: RunningReq) -> Start:
@@ -99,10 +96,14 @@ def start_of(req: RunningReq) -> Start:
     return req.start
 
 
+def seconds_of(start: Start) -> dict[StartStage, float]:
+    return {stage.stage: stage.seconds for stage in start.stages}
+
+
 def measured_fleet(num_decode: int = 1) -> Fleet:
     """A fleet whose nodes have measured their rates."""
     fleet = Fleet(num_decode, local_prefill_tokens=0)
-    for node in (*fleet.prefills, *fleet.decodes):
+    for node in fleet.nodes:
         node.load = RATES
     return fleet
 
@@ -178,7 +179,7 @@ def test_a_prompt_that_was_computed_ahead_would_have_been_computed_anyway(queue:
     """Its time counts as prefill, and the wait is what was beyond it."""
     stays = replace(USUAL, reservation=0.212, queue=queue, prefill=0.004, ahead=0.016)
     start = start_of(serve(measured_fleet(), stays))
-    stages = {stage.stage: stage.seconds for stage in start.stages}
+    stages = seconds_of(start)
     assert stages[StartStage.PREFILL] == pytest.approx(0.02)
     assert stages[StartStage.QUEUE] == pytest.approx(0.0)
     assert stages[StartStage.RESERVATION] == pytest.approx(0.196 + queue)
@@ -197,7 +198,7 @@ def test_a_fetch_should_cost_what_computing_the_same_tokens_would() -> None:
 
 def test_a_fetch_beside_the_reservation_counts_from_its_end() -> None:
     start = start_of(serve(measured_fleet(), replace(USUAL, reservation=0.2, fetch=0.01, queue=0.4)))
-    seconds = {stage.stage: stage.seconds for stage in start.stages}
+    seconds = seconds_of(start)
     assert seconds[StartStage.FETCH] == pytest.approx(0.01)
     assert start.slow_because is StartStage.QUEUE
 
@@ -223,10 +224,8 @@ def test_a_stage_without_a_known_rate_makes_nothing_slow() -> None:
 def test_a_failover_before_the_first_token_is_named() -> None:
     fleet = measured_fleet(2)
     req = fleet.dispatcher.start(Work(IDS, SamplingParams(max_new_tokens=2)), lambda: None)
-    lost = next(node for node in fleet.decodes if node is req.nodes[-1])
     fleet.now += 0.8
-    fleet.decodes.remove(lost)
-    fleet.dispatcher.on_node_lost(lost, "the process ended", Loss.CRASHED)
+    fleet.kill(req.nodes[-1])
     finish(fleet, req, USUAL)
     start = start_of(req)
     worst = worst_of(start.stages)
@@ -234,36 +233,26 @@ def test_a_failover_before_the_first_token_is_named() -> None:
     assert (start.slow_because, worst.seconds) == (StartStage.FAILOVER, pytest.approx(0.8))
 
 
-def test_a_prompt_that_its_decode_node_computes_has_no_reservation() -> None:
+def start_at_decode_node(total_s: float, *stays: tuple[str, float]) -> Start:
+    """Of a prompt that the decode node computes by itself."""
     fleet = Fleet(1, local_prefill_tokens=10_000)
     fleet.decodes[0].load = RATES
-    req = fleet.start(max_new_tokens=1 + 1)
-    (decode,) = req.nodes
-    fleet.now += 0.32
-    stays = (("queued", 0.3), ("prefilling", 0.02), ("decoding", 0.0))
-    report = ReqReport(stamps=stamps(Role.DECODE, 5.0, *stays))
-    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 0, (7, 8), Finish("length"), report)])
-    start = start_of(req)
+    req = fleet.start(max_new_tokens=2)
+    fleet.now += total_s
+    report = ReqReport(stamps=stamps(Role.DECODE, 5.0, *stays, ("decoding", 0.0)))
+    fleet.tell(req, 7, 8, finish=Finish("length"), report=report)
+    return start_of(req)
+
+
+def test_a_prompt_that_its_decode_node_computes_has_no_reservation() -> None:
+    start = start_at_decode_node(0.32, ("queued", 0.3), ("prefilling", 0.02))
     assert [stage.stage for stage in start.stages] == ["dispatch", "failover", "queue", "prefill", "delivery"]
     assert start.slow_because is StartStage.QUEUE
 
 
 def test_a_prompt_that_was_retracted_counts_its_first_stay_in_each_stage() -> None:
-    fleet = Fleet(1, local_prefill_tokens=10_000)
-    fleet.decodes[0].load = RATES
-    req = fleet.start(max_new_tokens=1 + 1)
-    (decode,) = req.nodes
-    fleet.now += 0.9
-    stays = (
-        ("queued", 0.3),
-        ("prefilling", 0.02),
-        ("retracted", 0.5),
-        ("prefilling", 0.08),
-        ("decoding", 0.0),
-    )
-    report = ReqReport(stamps=stamps(Role.DECODE, 5.0, *stays))
-    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 0, (7, 8), Finish("length"), report)])
-    seconds = {stage.stage: stage.seconds for stage in start_of(req).stages}
+    stays = (("queued", 0.3), ("prefilling", 0.02), ("retracted", 0.5), ("prefilling", 0.08))
+    seconds = seconds_of(start_at_decode_node(0.9, *stays))
     assert seconds[StartStage.PREFILL] == pytest.approx(0.02)
     assert seconds[StartStage.DELIVERY] == pytest.approx(0.58)
 
@@ -272,10 +261,6 @@ def test_the_metric_counts_slow_starts_by_stage() -> None:
     fleet = measured_fleet()
     for stays in (USUAL, replace(USUAL, queue=1.0), replace(USUAL, queue=2.0)):
         serve(fleet, stays)
-    counted = [
-        line
-        for line in fleet.metrics.export().decode().splitlines()
-        if line.startswith("baton:num_slow_starts_total")
-    ]
-    assert [float(line.split()[-1]) for line in counted if 'slow_because="queue"' in line] == [2.0]
-    assert sum(float(line.split()[-1]) for line in counted) == 2.0
+    samples = fleet.metric("baton:num_slow_starts").samples
+    counted = {s.labels["slow_because"]: s.value for s in samples if s.name.endswith("_total") and s.value}
+    assert counted == {"queue": 2.0}

@@ -14,6 +14,7 @@ import zmq
 
 from router.dispatch.fleet_view import FAILURES_TO_OPEN
 from router.dispatch.node import Loss
+from router.dispatch.running_req import RunningReq
 from router.http.config import DispatchOptions
 from router.nodes.member import Refusal, raise_if_impossible
 from shared.protocol.logprobs import LogprobParams, Logprobs
@@ -34,7 +35,8 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet
+from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet, decode_of
+from tests.unit.router.dispatched import FakeNode as FakeOfDispatcher
 from tests.unit.router.fakes import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, joined_router, tell_story
 
 NUM_NEW = 6
@@ -119,9 +121,7 @@ def test_it_is_taken_from_the_node_and_counted(
     fleet = Fleet(2, 0, num_prefill=2)
     liar = (fleet.prefills if role is Role.PREFILL else fleet.decodes)[0]
     for num_failures in range(1, FAILURES_TO_OPEN + 1):
-        req = next(
-            r for r in (fleet.start(max_new_tokens=NUM_NEW, **params) for _ in range(9)) if liar in r.nodes
-        )
+        req = fleet.start_on(liar, max_new_tokens=NUM_NEW, **params)
         key, others = req.key, [node for node in req.nodes if node is not liar]
         for fields in lie:
             assert req.key == key, "what came before is right"
@@ -139,73 +139,68 @@ def test_it_is_taken_from_the_node_and_counted(
 def test_what_can_be_is_taken(ids: tuple[int, ...]) -> None:
     fleet = Fleet(1)
     req = fleet.start(max_new_tokens=NUM_NEW)
-    report = ReqReport(cached_tokens=len(IDS))
-    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 0, ids, None, report)])
-    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, len(ids), (5,), Finish("stop", 5))])
+    fleet.tell(req, *ids, report=ReqReport(cached_tokens=len(IDS)))
+    fleet.tell(req, 5, finish=Finish("stop", 5))
     assert (req.output_ids, req.cached_tokens, req.error) == ([*ids, 5], len(IDS), None)
 
 
 def test_output_of_an_earlier_attempt_may_be_cached_too() -> None:
     fleet = Fleet(2, 0)
     req = fleet.start(max_new_tokens=NUM_NEW)
-    lost = next(node for node in fleet.decodes if node is req.nodes[-1])
-    fleet.dispatcher.on_tokens(lost, [TokenEntry(req.key, 0, (5, 6))])
-    fleet.decodes.remove(lost)
-    fleet.dispatcher.on_node_lost(lost, "the process ended", Loss.BROKEN)
-    report = ReqReport(cached_tokens=len(IDS) + 2)
-    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 2, (7,), None, report)])
+    fleet.tell(req, 5, 6)
+    fleet.kill(req.nodes[-1], Loss.BROKEN)
+    fleet.tell(req, 7, report=ReqReport(cached_tokens=len(IDS) + 2))
     assert (req.output_ids, req.key.attempt) == ([5, 6, 7], 1)
 
 
 def test_a_finish_without_a_token_ends_what_asked_for_none() -> None:
     fleet = Fleet(1)
     req = fleet.start(max_new_tokens=0)
-    fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 0, (), LENGTH)])
+    fleet.tell(req, finish=LENGTH)
     assert req.finish == LENGTH and req.output_ids == []
 
 
-def test_a_target_that_lies_ends_the_move_and_not_the_stream() -> None:
+def moving(**params: object) -> tuple[Fleet, RunningReq, FakeOfDispatcher, FakeOfDispatcher]:
+    """A sequence with a token that moves; its source and its target."""
     fleet = Fleet(2, 0)
-    req = fleet.start(max_new_tokens=NUM_NEW)
-    source = req.nodes[-1]
-    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (5,))])
+    req = fleet.start(max_new_tokens=NUM_NEW, **params)
+    source = decode_of(req)
+    fleet.tell(req, 5, logprobs=Logprobs(bytes(4)) if params else None)
     fleet.dispatcher.on_move_wanted(source, [req.key])
+    (target,) = (node for node in fleet.decodes if node is not source)
+    assert req.moving is not None and req.moving.nodes == (target,)
+    return fleet, req, source, target
+
+
+def test_a_target_that_lies_ends_the_move_and_not_the_stream() -> None:
+    fleet, req, source, target = moving()
     assert req.moving is not None
-    key, (target,) = req.moving.key, req.moving.nodes
-    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, (-1,))])
+    key = req.moving.key
+    fleet.tell(req, -1, by=target, key=key)
     assert req.moving is None and req.nodes[-1] is source and req.key.attempt == 0
-    assert isinstance(target, type(source)) and Cancel(key) in target.sent
-    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 1, (6,) * (NUM_NEW - 1), LENGTH)])
+    assert Cancel(key) in target.sent
+    fleet.tell(req, *[6] * (NUM_NEW - 1), finish=LENGTH)
     assert req.finish == LENGTH and req.output_ids == [5, *[6] * (NUM_NEW - 1)]
 
 
 @pytest.mark.parametrize("awaited", [True, False])
 def test_a_source_that_lies_after_the_move_counts_where_its_tokens_are_awaited(awaited: bool) -> None:
-    fleet = Fleet(2, 0)
-    req = fleet.start(max_new_tokens=NUM_NEW, logprobs=LogprobParams())
-    source, old, one = req.nodes[-1], req.key, Logprobs(bytes(4))
-    fleet.dispatcher.on_tokens(source, [TokenEntry(old, 0, (5,), logprobs=one)])
-    fleet.dispatcher.on_move_wanted(source, [old])
+    fleet, req, source, target = moving(logprobs=LogprobParams())
     assert req.moving is not None
-    key, (target,) = req.moving.key, req.moving.nodes
-    repeated = (6,) if awaited else ()
-    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, repeated)])
+    old, key = req.key, req.moving.key
+    fleet.tell(req, *((6,) if awaited else ()), by=target, key=key)
     assert req.key == key and req.awaits_left is awaited
-    fleet.dispatcher.on_tokens(source, [TokenEntry(old, 1, (-1,), logprobs=one)])
+    fleet.tell(req, -1, by=source, key=old, logprobs=Logprobs(bytes(4)))
     assert (req.key == key) is not awaited and not req.ended
 
 
 @pytest.mark.parametrize("later", [None, Logprobs(bytes(4))], ids=["no logprobs", "logprobs"])
 def test_a_target_may_lack_logprobs_in_its_first_message_alone(later: Logprobs | None) -> None:
-    fleet = Fleet(2, 0)
-    req = fleet.start(max_new_tokens=NUM_NEW, logprobs=LogprobParams())
-    source = req.nodes[-1]
-    fleet.dispatcher.on_tokens(source, [TokenEntry(req.key, 0, (5,), logprobs=Logprobs(bytes(4)))])
-    fleet.dispatcher.on_move_wanted(source, [req.key])
+    fleet, req, _, target = moving(logprobs=LogprobParams())
     assert req.moving is not None
-    key, (target,) = req.moving.key, req.moving.nodes
-    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, ())])
-    fleet.dispatcher.on_tokens(target, [TokenEntry(key, 1, (6,), logprobs=later)])
+    key = req.moving.key
+    fleet.tell(req, by=target, key=key)
+    fleet.tell(req, 6, by=target, key=key, logprobs=later)
     assert (req.key == key) is (later is not None) and not req.ended
 
 
@@ -213,34 +208,27 @@ def test_a_prefill_node_that_lies_late_does_not_disturb_the_stream() -> None:
     """The decode node has spoken, so that the sequence does not need the prefill node."""
     fleet = Fleet(1, 0)
     req = fleet.start(max_new_tokens=NUM_NEW)
-    prefill, decode = req.nodes
-    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 0, (5,))])
-    fleet.dispatcher.on_tokens(prefill, [TokenEntry(req.key, 0, (-1,))])
-    fleet.dispatcher.on_tokens(decode, [TokenEntry(req.key, 1, (6,) * (NUM_NEW - 1), LENGTH)])
+    fleet.tell(req, 5)
+    fleet.tell(req, -1, by=req.nodes[0], at=0)
+    fleet.tell(req, *[6] * (NUM_NEW - 1), finish=LENGTH)
     assert req.finish == LENGTH and req.key.attempt == 0
 
 
-def test_it_ends_with_the_reason_when_every_node_lies() -> None:
-    fleet = Fleet(1, 0)
+@pytest.mark.parametrize("lie", ["a token id", "not cached"])
+def test_it_ends_with_the_reason_when_every_node_lies(lie: str) -> None:
+    """That a prompt is not cached is answered only where a bound was asked for, which is not asked for again."""
+    fleet, num_sent = Fleet(2, 0), 0
     req = fleet.start(max_new_tokens=NUM_NEW)
     while not req.ended:
         if req.nodes:
-            fleet.dispatcher.on_tokens(req.nodes[-1], [TokenEntry(req.key, 0, (1 << 40,))])
+            num_sent += 1
+            if lie == "not cached":
+                fleet.dispatcher.on_not_cached(req.nodes[-1], req.key)
+            else:
+                fleet.tell(req, 1 << 40)
         fleet.wait(5)
     assert req.error is not None and (req.error.status, req.error.code) == (503, "wrong_answer")
-    assert f"told the token id {1 << 40} of a vocabulary of {VOCAB_SIZE}" in req.error.message
-
-
-def test_a_prompt_that_is_said_not_to_be_cached_again_and_again() -> None:
-    """It is answered only where a bound was asked for, which is not asked for again."""
-    fleet = Fleet(2, 0)
-    req, num_sent = fleet.start(max_new_tokens=NUM_NEW), 0
-    while not req.ended:
-        if req.nodes:
-            fleet.dispatcher.on_not_cached(req.nodes[-1], req.key)
-            num_sent += 1
-        fleet.wait(5)
-    assert req.error is not None and req.error.code == "wrong_answer" and num_sent < 10
+    assert num_sent < 10
 
 
 Lie = Callable[[FakeNode, Decode], None]
@@ -339,7 +327,7 @@ def test_a_node_of_sizes_that_cannot_be_is_refused(part: Struct, field: str, siz
     broken = msgspec.structs.replace(part, **{field: size})
     layout, limits = (broken, LIMITS) if part is LAYOUT else (LAYOUT, broken)
     hello = NodeHello(NodeRef("d", "d#1", ""), Role.DECODE, layout, limits, {}, PROTOCOL_VERSION)  # type: ignore[arg-type]
-    with pytest.raises(Refusal, match=f"{field}: {size} is below 1"):
+    with pytest.raises(Refusal, match=field):
         raise_if_impossible(hello)
 
 
