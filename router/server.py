@@ -46,7 +46,7 @@ from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
 from shared.protocol.dial_socket import MAX_SOCKETS
-from shared.protocol.messages import Role, Work
+from shared.protocol.messages import AbortedReqs, Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
@@ -276,8 +276,8 @@ class Router:
         return self._generator.abort(rid, ABORTED)
 
     def _abort_everywhere(self, rid: str | None) -> RequestsAborted:
-        relayed = self._news.send_abort(rid)
-        return RequestsAborted(aborted=self._abort(rid), relayed=relayed)
+        self._news.send(AbortedReqs(rid))
+        return RequestsAborted(aborted=self._abort(rid))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))
