@@ -25,9 +25,8 @@ import zmq.asyncio
 from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
 from router.app import Service, create_app
-from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
-from router.dispatch.policy import POLICIES
 from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
@@ -212,17 +211,7 @@ class Router:
         self._dispatcher = Dispatcher(
             self.membership,
             incarnation=self.incarnation,
-            policies={
-                Role.PREFILL: POLICIES[options.prefill_policy],
-                Role.DECODE: POLICIES[options.decode_policy],
-            },
-            deadlines=Deadlines(
-                first_token_s=options.queue_timeout_s,
-                stall_s=options.stall_timeout_s,
-                failover_s=options.failover_timeout_s,
-            ),
-            local_prefill_tokens=options.local_prefill_tokens,
-            ttft_limit_s=options.ttft_limit_s,
+            options=options,
             metrics=self._metrics,
             vocab_size=self.model.vocab_size,
             later=asyncio.get_running_loop().call_later,
