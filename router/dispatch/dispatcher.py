@@ -39,7 +39,6 @@ from shared.protocol.messages import (
     Cancel,
     Decode,
     Failed,
-    Finish,
     Lend,
     Prefill,
     ReqKey,
@@ -233,7 +232,7 @@ class Dispatcher:
             num_generated += num_new
             self._metrics.tokens(req, num_new, since, now)
             if since is None and num_new:
-                self.queue.leave(req.key.rid, served=True)
+                self.queue.leave(req.key.rid)
             if entry.report is not None and req.start is None:
                 req.start = measure_start(req)
             if req.ended:
@@ -597,7 +596,7 @@ class Dispatcher:
         self._leave_nodes(req, message)
         self._suspicion.trials.pop(req, None)
         del self._running[req.key.rid]
-        self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
+        self.queue.leave(req.key.rid)
         self._metrics.ended(req)
         event("sequence_ended", level=logging.DEBUG, **req.fields, tokens=len(req.output_ids))
 
