@@ -21,7 +21,6 @@ from planner.simulator.fleet import FleetShape, Outcome, SimFleet
 from planner.simulator.node import NodeShape
 from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
-from router.dispatch.policy import ttft
 from router.dispatch.stages import StartStage
 from shared.protocol.messages import Role
 
@@ -118,8 +117,8 @@ def fleet_shape(candidate: Candidate, profile: Profile) -> FleetShape:
         ),
         router=profile.router,
         local_prefill_tokens=candidate.local_prefill_tokens,
-        prefill_policy=ttft,
-        decode_policy=ttft,
+        prefill_policy="ttft",
+        decode_policy="ttft",
     )
 
 

@@ -25,9 +25,8 @@ import zmq.asyncio
 from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
 from router.app import Service, create_app
-from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
-from router.dispatch.policy import POLICIES
 from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
 from router.http.http_server import HttpServer, http_server
@@ -46,7 +45,7 @@ from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
 from shared.protocol.dial_socket import MAX_SOCKETS
-from shared.protocol.messages import Role, Work
+from shared.protocol.messages import AbortedReqs, Role, Work
 from shared.protocol.resolver import Resolver
 from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.security import FleetKey
@@ -212,17 +211,7 @@ class Router:
         self._dispatcher = Dispatcher(
             self.membership,
             incarnation=self.incarnation,
-            policies={
-                Role.PREFILL: POLICIES[options.prefill_policy],
-                Role.DECODE: POLICIES[options.decode_policy],
-            },
-            deadlines=Deadlines(
-                first_token_s=options.queue_timeout_s,
-                stall_s=options.stall_timeout_s,
-                failover_s=options.failover_timeout_s,
-            ),
-            local_prefill_tokens=options.local_prefill_tokens,
-            ttft_limit_s=options.ttft_limit_s,
+            options=options,
             metrics=self._metrics,
             vocab_size=self.model.vocab_size,
             later=asyncio.get_running_loop().call_later,
@@ -276,8 +265,8 @@ class Router:
         return self._generator.abort(rid, ABORTED)
 
     def _abort_everywhere(self, rid: str | None) -> RequestsAborted:
-        relayed = self._news.send_abort(rid)
-        return RequestsAborted(aborted=self._abort(rid), relayed=relayed)
+        self._news.send(AbortedReqs(rid))
+        return RequestsAborted(aborted=self._abort(rid))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._background.append(asyncio.create_task(work, name=name))

@@ -15,11 +15,11 @@ from planner.simulator.node import NodeShape, SimNode
 from planner.simulator.runner import VOCAB_SIZE, token_at
 from planner.simulator.transport import NetworkModel, Transport
 from planner.traffic.trace import SimRequest
-from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
-from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.stages import Start
+from router.http.config import DispatchOptions
 from shared.errors import RequestError
 from shared.protocol.messages import (
     CacheEvents,
@@ -110,8 +110,8 @@ class FleetShape:
     decode: NodeShape = field(default_factory=NodeShape)
     network: NetworkModel = field(default_factory=NetworkModel)
     local_prefill_tokens: int | None = 0
-    prefill_policy: RoutingPolicy = round_robin
-    decode_policy: RoutingPolicy = cache_aware
+    prefill_policy: str = "round-robin"
+    decode_policy: str = "cache-aware"
     ttft_limit_s: float | None = None
     router: RouterCost = field(default_factory=lambda: RouterCost(request_s=0.0, token_s=0.0))
 
@@ -136,10 +136,15 @@ class SimFleet:
         self.dispatcher = Dispatcher(
             self.live,
             incarnation="router",
-            policies={Role.PREFILL: shape.prefill_policy, Role.DECODE: shape.decode_policy},
-            deadlines=Deadlines(first_token_s=1e9, stall_s=1e9, failover_s=30.0),
-            local_prefill_tokens=shape.local_prefill_tokens,
-            ttft_limit_s=shape.ttft_limit_s,
+            options=DispatchOptions(
+                prefill_policy=shape.prefill_policy,
+                decode_policy=shape.decode_policy,
+                local_prefill_tokens=shape.local_prefill_tokens,
+                ttft_limit_s=shape.ttft_limit_s,
+                queue_timeout_s=1e9,
+                stall_timeout_s=1e9,
+                failover_timeout_s=30.0,
+            ),
             metrics=_QuietMetrics(lambda: "sim"),
             vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay, act: self.loop.at(self.loop.now + delay, act),

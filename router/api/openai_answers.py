@@ -79,18 +79,19 @@ class Completion(Answer, kw_only=True, frozen=True):
 
 # ------------------------------------------------------------------------------------------------- chat
 class FunctionCall(Answer, kw_only=True, frozen=True):
-    """A function and its arguments, JSON in a string."""
+    """A function and its arguments, JSON in a string; in a stream the name comes once, arguments piece by piece."""
 
-    name: str
+    name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCall(Answer, kw_only=True, frozen=True):
-    """A call that the client is to make."""
+    """A call that the client is to make. In a stream it has an `index`, and `id` and `type` come once."""
 
-    id: str
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     function: FunctionCall
-    type: Literal["function"] = "function"
 
 
 class TopLogprob(Answer, kw_only=True, frozen=True):
@@ -118,13 +119,16 @@ class ChatLogprobs(Answer, kw_only=True, frozen=True):
 
 
 class ChatMessage(Answer, kw_only=True, frozen=True):
-    """The assistant's answer: text, calls of tools, or both; `reasoning` is vLLM's name of `reasoning_content`."""
+    """The assistant's answer: text, calls of tools, or both; in a stream, what an event adds to it.
 
-    content: str | None
+    `reasoning` is vLLM's name of `reasoning_content`.
+    """
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
+    refusal: UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -149,38 +153,11 @@ class ChatCompletion(Answer, kw_only=True, frozen=True):
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class FunctionCallDelta(Answer, kw_only=True, frozen=True):
-    """The name comes once; arguments piece by piece."""
-
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class ToolCallDelta(Answer, kw_only=True, frozen=True):
-    """More of a call; `id` and `type` come once."""
-
-    function: FunctionCallDelta
-    index: int = 0
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class ChatDelta(Answer, kw_only=True, frozen=True):
-    """What an event adds to a message."""
-
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    refusal: UnsetType | None = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
 class ChatChunkChoice(TimelineFields, kw_only=True, frozen=True):
     """What an event adds to one answer."""
 
     index: int
-    delta: ChatDelta
+    delta: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     matched_stop: MatchedStop = None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from router.api.openai_answers import (
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatDelta,
     ChatLogprobs,
     ChatMessage,
     Completion,
@@ -29,12 +27,10 @@ from router.api.openai_answers import (
     CompletionLogprobs,
     CompletionTokensDetails,
     FunctionCall,
-    FunctionCallDelta,
     ModelCard,
     ModelList,
     PromptTokensDetails,
     ToolCall,
-    ToolCallDelta,
     Usage,
 )
 from router.api.openai_bodies import ChatBody, CompletionBody
@@ -86,7 +82,7 @@ def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
 
 # ---------------------------------------------------------------------------------------- what is answered
 MaybeUsage = Usage | UnsetType
-_NOTHING = ChatDelta()
+_NOTHING = ChatMessage()
 
 
 class OpenAIShape:
@@ -240,7 +236,7 @@ class ChatShape(OpenAIShape):
 
     def opening(self, generation: Generation, usage: MaybeUsage) -> Answer | None:
         """The event with the role."""
-        delta = ChatDelta(role="assistant", content="", refusal=None)
+        delta = ChatMessage(role="assistant", content="", refusal=None)
         timeline = self._timeline(generation)
         return self.event([ChatChunkChoice(index=generation.index, delta=delta, **timeline)], usage)
 
@@ -282,27 +278,27 @@ class ChatShape(OpenAIShape):
     def _choice(self, index: int, generation: Generation) -> ChatChoice:
         reader = self._reader(generation)
         if reader is None:
-            message = ChatMessage(content=generation.output.text)
+            told: dict[str, Any] = {"content": generation.output.text}
         else:
             said = reader.feed(generation.output.texts, generation.output.end, is_cut=_is_cut(generation))
-            calls = list(_whole_calls(said.calls))
+            calls = [_tool_call(call) for call in said.calls]
             content = None if calls and not said.content else said.content
-            message = ChatMessage(content=content, tool_calls=calls or UNSET, **self._reasoning(said))
+            told = {"content": content, "tool_calls": calls or UNSET, **self._reasoning(said)}
         return ChatChoice(
             index=index,
-            message=message,
+            message=ChatMessage(role="assistant", refusal=None, **told),
             logprobs=self._logprobs(generation, 0, reader),
             **_end(generation, reader),
             **self._timeline(generation),
         )
 
-    def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatDelta:
+    def _more(self, generation: Generation, reader: ReplyReader | None, text: str) -> ChatMessage:
         if reader is None:
-            return ChatDelta(content=text or UNSET)
+            return ChatMessage(content=text or UNSET)
         end = generation.output.end if generation.finish_reason is not None else None
         said = reader.feed(generation.output.texts[reader.num_tokens :], end, is_cut=_is_cut(generation))
-        calls = [_call_delta(call) for call in said.calls]
-        return ChatDelta(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
+        calls = [_tool_call(call, call.index) for call in said.calls]
+        return ChatMessage(content=said.content or UNSET, tool_calls=calls or UNSET, **self._reasoning(said))
 
     def _reasoning(self, said: ReplyDelta) -> dict[str, Any]:
         if not said.reasoning or self._asked.hides_reasoning:
@@ -322,23 +318,12 @@ class ChatShape(OpenAIShape):
         return chat_logprobs(generation, places, self._tokenizer)
 
 
-def _call_delta(call: CallDelta) -> ToolCallDelta:
+def _tool_call(call: CallDelta, index: int | UnsetType = UNSET) -> ToolCall:
+    """A call, or a piece of it."""
     if call.name is None:
-        return ToolCallDelta(index=call.index, function=FunctionCallDelta(arguments=call.arguments))
-    function = FunctionCallDelta(name=call.name, arguments=call.arguments)
-    return ToolCallDelta(index=call.index, id=_new_call_id(), type="function", function=function)
-
-
-def _whole_calls(calls: Sequence[CallDelta]) -> Iterator[ToolCall]:
-    """The calls whose pieces these are."""
-    for _, pieces in groupby(calls, lambda call: call.index):
-        first, *more = pieces
-        arguments = first.arguments + "".join(piece.arguments for piece in more)
-        yield ToolCall(id=_new_call_id(), function=FunctionCall(name=first.name or "", arguments=arguments))
-
-
-def _new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+        return ToolCall(index=index, function=FunctionCall(arguments=call.arguments))
+    function = FunctionCall(name=call.name, arguments=call.arguments)
+    return ToolCall(index=index, id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function)
 
 
 def usage_of(generations: Sequence[Generation]) -> Usage:

@@ -308,7 +308,7 @@ class ChatBody(OpenAIBody):
         None,
     )
     parallel_tool_calls: bool = about(
-        "False: calls behind the first are left out. A forced call is always one.", True
+        "False: calls behind the first are left out. A call of a named function is always one.", True
     )
     documents: list[dict[str, Any]] | None = about("For the chat template.", None, max_length=MAX_DOCUMENTS)
     chat_template_kwargs: dict[str, Any] | None = about("Variables for the chat template.", None)

@@ -261,7 +261,9 @@ def _wanted_calls(body: ChatBody, model: ServedModel) -> CallGrammar | None:
         if one.function.name not in places:
             why = f"tool_choice names {one.function.name!r}, which is not among the tools"
             raise RequestError(why, param="tool_choice")
-    if mode == "auto" and not (model.form is not None and model.form.grammar):
+    form = enforced_form(model.form)
+    is_own = form is model.form
+    if mode == "auto" and not is_own:
         return None
     allowed = {one.function.name for one in named} or places.keys()
     wanted = []
@@ -271,12 +273,12 @@ def _wanted_calls(body: ChatBody, model: ServedModel) -> CallGrammar | None:
             parameters = _of_objects(function.parameters, f"tools[{at}].function.parameters")
             strict = mode != "auto" or function.strict
             wanted.append({"function": {"name": name, "parameters": parameters, "strict": strict}})
-    form = enforced_form(model.form)
     return CallGrammar(
         family=form.grammar,
         tools=wanted,
         choice="auto" if mode == "auto" else "required",
-        parallel=body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
+        # In a syntax that it does not know, a model would go on with calls until max_tokens.
+        parallel=is_own and body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool),
         think=form.think,
         behind_reasoning=form.behind_reasoning,
         frame=form.frame,

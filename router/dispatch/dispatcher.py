@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 
@@ -22,7 +21,7 @@ from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
 from router.dispatch.node import Loss, Node, Numerics, believed
 from router.dispatch.placement import Placement, Route
-from router.dispatch.policy import RoutingPolicy
+from router.dispatch.policy import POLICIES
 from router.dispatch.running_req import (
     MAX_FAILURES,
     TRIAL_TOKENS,
@@ -33,13 +32,13 @@ from router.dispatch.running_req import (
     why_wrong,
 )
 from router.dispatch.stages import measure_start
+from router.http.config import DispatchOptions
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
     Cancel,
     Decode,
     Failed,
-    Finish,
     Lend,
     Prefill,
     ReqKey,
@@ -61,15 +60,6 @@ _RETRY_S = 0.2
 """How often a sequence without nodes looks for some."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadlines:
-    """How many seconds a sequence may wait for its first token, its next, and for other nodes, before it fails."""
-
-    first_token_s: float
-    stall_s: float
-    failover_s: float
-
-
 class Dispatcher:
     """All running sequences of this router. `later` calls a function after so many seconds (`loop.call_later`).
 
@@ -81,10 +71,7 @@ class Dispatcher:
         fleet: Fleet,
         *,
         incarnation: str,
-        policies: Mapping[Role, RoutingPolicy],
-        deadlines: Deadlines,
-        local_prefill_tokens: int | None,
-        ttft_limit_s: float | None = None,
+        options: DispatchOptions,
         metrics: Metrics,
         vocab_size: Callable[[], int],
         later: Callable[[float, Callable[[], None]], object],
@@ -95,13 +82,15 @@ class Dispatcher:
         self._suspicion = self._view.suspicion
         self._placement = Placement(
             self._view,
-            policies=policies,
-            local_prefill_tokens=local_prefill_tokens,
+            policies={
+                Role.PREFILL: POLICIES[options.prefill_policy],
+                Role.DECODE: POLICIES[options.decode_policy],
+            },
+            local_prefill_tokens=options.local_prefill_tokens,
             random=Random(incarnation),
         )
         self._moves = Moves(self._placement, self._view, metrics, clock)
-        self._deadlines = deadlines
-        self._ttft_limit_s = ttft_limit_s
+        self._options = options
         self._metrics = metrics
         self._vocab_size = vocab_size
         self._wrong_answer = LimitedWarning("wrong_answer", clock)
@@ -188,16 +177,16 @@ class Dispatcher:
         """
         now = self._clock()
         if req.last_token_at is None:
-            return min(req.started_at + self._deadlines.first_token_s - now, self._deadlines.stall_s)
-        return req.last_token_at + self._deadlines.stall_s - now
+            return min(req.started_at + self._options.queue_timeout_s - now, self._options.stall_timeout_s)
+        return req.last_token_at + self._options.stall_timeout_s - now
 
     def expire(self, req: RunningReq) -> None:
         """Fail a sequence whose deadline has passed."""
         waiting = ", ".join(node.ref.node_id for node in req.attempt.holders) or "any node"
         if req.last_token_at is None:
-            message = f"no token within {self._deadlines.first_token_s:g} s from {waiting}"
+            message = f"no token within {self._options.queue_timeout_s:g} s from {waiting}"
         else:
-            message = f"no further token within {self._deadlines.stall_s:g} s from {waiting}"
+            message = f"no further token within {self._options.stall_timeout_s:g} s from {waiting}"
             for node in req.attempt.holders:
                 if node.role is Role.DECODE:  # a prefill node that has told its token has done its part
                     self._suspicion.failed(node)
@@ -243,7 +232,7 @@ class Dispatcher:
             num_generated += num_new
             self._metrics.tokens(req, num_new, since, now)
             if since is None and num_new:
-                self.queue.leave(req.key.rid, served=True)
+                self.queue.leave(req.key.rid)
             if entry.report is not None and req.start is None:
                 req.start = measure_start(req)
             if req.ended:
@@ -399,7 +388,7 @@ class Dispatcher:
         The prefill node goes on with earlier prompts while the decode node has this one wait for pages: the longer
         of both waits counts.
         """
-        limit_s, first_token = self._ttft_limit_s, route.first_token
+        limit_s, first_token = self._options.ttft_limit_s, route.first_token
         if limit_s is None or first_token is None:
             return
         wait_s = first_token.wait_s
@@ -531,12 +520,12 @@ class Dispatcher:
         try:
             route = self._next_route(req, work)
         except RequestError as no_node:
-            if self._clock() < failover.since + self._deadlines.failover_s:
+            if self._clock() < failover.since + self._options.failover_timeout_s:
                 self._later(_RETRY_S, partial(self._resend, req, key))
                 return
             message = (
                 f"{failover.error.message}; no node could continue this request within "
-                f"{self._deadlines.failover_s:g} s: {no_node.message}"
+                f"{self._options.failover_timeout_s:g} s: {no_node.message}"
             )
             self._give_up(req, RequestError(message, status=503, code="no_node"))
             return
@@ -607,7 +596,7 @@ class Dispatcher:
         self._leave_nodes(req, message)
         self._suspicion.trials.pop(req, None)
         del self._running[req.key.rid]
-        self.queue.leave(req.key.rid, served=isinstance(req.finish, Finish))
+        self.queue.leave(req.key.rid)
         self._metrics.ended(req)
         event("sequence_ended", level=logging.DEBUG, **req.fields, tokens=len(req.output_ids))
 

@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
-from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -32,9 +31,6 @@ _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 2
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 1, 2, 5, 10)
 _E2E_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 100, 200, 400, 800)
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
-
-F = TypeVar("F", Counter, Gauge, Histogram)
-
 
 COUNTERS = {
     "sglang:prompt_tokens": "Prompt tokens of ended requests.",
@@ -60,41 +56,41 @@ COUNTERS = {
 class Metrics:
     """The metrics of one router, in a registry of their own, since tests have two routers in one process.
 
-    `model_name` is called for each figure, since a router may learn the model from its nodes. The counts and windows
+    `model_name` is called at each scrape, since a router may learn the model from its nodes. The counts and windows
     of recent traffic are for `/live`: counts only grow, and `roll` ends an interval of both windows.
     """
 
     def __init__(self, model_name: Callable[[], str]) -> None:
         self.num_reqs = self.num_rejected = self.num_tokens = 0
         self.ttft, self.itl = LatencyWindow(), LatencyWindow()
-        self._registry = CollectorRegistry()
         self._model_name = model_name
-        self._children: dict[Counter | Gauge | Histogram, Counter | Gauge | Histogram] = {}
-        self._families: list[Counter | Histogram] = []
-        self._counters = {name: self._counter(name, description) for name, description in COUNTERS.items()}
+        self._registry, self._own = CollectorRegistry(), CollectorRegistry()
+        self._registry.register(_Labelled(self._own, model_name))
+        self._counters = {
+            name: Counter(name, description, registry=self._own) for name, description in COUNTERS.items()
+        }
         self._failovers = Counter(
             "baton:num_failovers",
             "Attempts that were sent since a node had failed, or was lost or drained.",
-            ("model_name", "role", "cause"),
-            registry=self._registry,
+            ("cause",),
+            registry=self._own,
         )
         self._slow_starts = Counter(
             "baton:num_slow_starts",
             "Sequences whose first or second token was slow, by the stage longest beyond what it should cost.",
-            ("model_name", "role", "slow_because"),
-            registry=self._registry,
+            ("slow_because",),
+            registry=self._own,
         )
-        self._own_gauges: list[tuple[Gauge, Callable[[], float]]] = []
+        for counter, values in ((self._failovers, Cause), (self._slow_starts, StartStage)):
+            for value in values:
+                counter.labels(value.value)  # there with a zero
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "From dispatch to the first token.", _TTFT_BUCKETS
         )
         self._itl = LoopHistogram(
-            "sglang:inter_token_latency_seconds",
-            "Between two tokens of a sequence.",
-            _ITL_BUCKETS,
-            lambda: {"model_name": self._model_name(), "role": "router"},
+            "sglang:inter_token_latency_seconds", "Between two tokens of a sequence.", _ITL_BUCKETS
         )
-        self._registry.register(self._itl)
+        self._own.register(self._itl)
         self._e2e = self._histogram(
             "sglang:e2e_request_latency_seconds", "From dispatch to the end.", _E2E_BUCKETS
         )
@@ -104,9 +100,9 @@ class Metrics:
         self._stages = Histogram(
             "baton:stage_duration_seconds",
             "How long a request stayed in a stage.",
-            ("model_name", "role", "stage"),
+            ("role", "stage"),
             buckets=_STAGE_BUCKETS,
-            registry=self._registry,
+            registry=self._own,
         )
 
     def watch(self, nodes: Callable[[], Iterable[Node]]) -> None:
@@ -119,12 +115,11 @@ class Metrics:
 
     def watch_own(self, name: str, description: str, value: Callable[[], float]) -> None:
         """Export a gauge of this router from now on."""
-        gauge = Gauge(name, description, ("model_name", "role"), registry=self._registry)
-        self._own_gauges.append((gauge, value))
+        Gauge(name, description, registry=self._own).set_function(value)
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to one of COUNTERS."""
-        self._own(self._counters[name]).inc(by)
+        self._counters[name].inc(by)
 
     def rejected(self, *, late: bool = False) -> None:
         """Count an HTTP request that was refused since the queue was full, or its first token would come too late."""
@@ -138,19 +133,10 @@ class Metrics:
 
     def failed_over(self, cause: Cause) -> None:
         """Count a sequence that is sent to other nodes."""
-        self._failovers.labels(self._model_name(), "router", cause.value).inc()
+        self._failovers.labels(cause.value).inc()
 
     def export(self) -> bytes:
-        """All metrics in Prometheus' text format. A counter that has counted nothing is there with a zero."""
-        if self._model_name():
-            for family in self._families:
-                family.labels(self._model_name(), "router")
-            for cause in Cause:
-                self._failovers.labels(self._model_name(), "router", cause.value)
-            for stage in StartStage:
-                self._slow_starts.labels(self._model_name(), "router", stage.value)
-            for gauge, value in self._own_gauges:
-                self._own(gauge).set(value())
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def started(self, req: RunningReq) -> None:
@@ -164,7 +150,7 @@ class Metrics:
             return
         self.num_tokens += num_new
         if since is None:
-            self._own(self._ttft).observe(now - req.started_at)
+            self._ttft.observe(now - req.started_at)
             self.ttft.observe(now - req.started_at)
         else:
             itl_s = (now - since) / num_new
@@ -182,36 +168,36 @@ class Metrics:
             self.count(
                 "baton:num_failed_requests"
             )  # other errors are the request's own, such as a wrong grammar
-        self._own(self._e2e).observe(req.ended_at - req.started_at)
+        self._e2e.observe(req.ended_at - req.started_at)
         self.count("sglang:prompt_tokens", req.prompt_len)
         self.count("sglang:cached_tokens", req.cached_tokens)
         if req.start is not None and req.start.slow_because is not None:
-            self._slow_starts.labels(self._model_name(), "router", req.start.slow_because.value).inc()
+            self._slow_starts.labels(req.start.slow_because.value).inc()
         for part in stages_of(req):
             for stage, seconds in part.stays:
-                self._stages.labels(self._model_name(), part.node.role, stage).observe(seconds)
+                self._stages.labels(part.node.role, stage).observe(seconds)
                 if (part.node.role, stage) == (Role.DECODE, ReqStage.TRANSFERRING):
-                    self._own(self._kv_transfer).observe(seconds)
-
-    def _counter(self, name: str, description: str) -> Counter:
-        counter = Counter(name, description, ("model_name", "role"), registry=self._registry)
-        self._families.append(counter)
-        return counter
+                    self._kv_transfer.observe(seconds)
 
     def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
-        labels = ("model_name", "role")
-        histogram = Histogram(name, description, labels, buckets=buckets, registry=self._registry)
-        self._families.append(histogram)
-        return histogram
+        return Histogram(name, description, buckets=buckets, registry=self._own)
 
-    def _own(self, family: F) -> F:
-        """The series of this router. It is kept, since `labels` is slow."""
-        child = self._children.get(family)
-        if child is None:
-            child = family.labels(self._model_name(), "router")
-            if self._model_name():  # from now on it does not change
-                self._children[family] = child
-        return cast("F", child)
+
+class _Labelled(Collector):
+    """The metrics of a registry with the labels that all of this router's have; none before the model is known."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: Callable[[], str]) -> None:
+        self._registry = registry
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric. A `role` of its own, that of a node, stays."""
+        labels = {"model_name": self._model_name(), "role": "router"}
+        for family in self._registry.collect() if labels["model_name"] else ():
+            family.samples = [
+                sample._replace(labels={**labels, **sample.labels}) for sample in family.samples
+            ]
+            yield family
 
 
 # ---------------------------------------------------------- histograms that are cheap enough for every token
@@ -226,16 +212,13 @@ _NUM_BUCKETS = math.ceil(math.log(1e4 / _SHORTEST_S) * _BUCKETS_PER_E)
 class LoopHistogram(Collector):
     """Runs on one event loop, so it has none of the locks of `prometheus_client.Histogram`.
 
-    `bounds` are the upper ends of the buckets, in order. `labels` is called when the histogram is read.
+    `bounds` are the upper ends of the buckets, in order.
     """
 
-    def __init__(
-        self, name: str, description: str, bounds: Sequence[float], labels: Callable[[], dict[str, str]]
-    ) -> None:
+    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
         self._name = name
         self._description = description
         self._bounds = bounds
-        self._labels = labels
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -245,12 +228,11 @@ class LoopHistogram(Collector):
         self._sum += value * count
 
     def collect(self) -> Iterable[Metric]:
-        """The histogram with its labels, for Prometheus."""
-        labels = self._labels()
-        family = HistogramMetricFamily(self._name, self._description, labels=tuple(labels))
+        """The histogram, for Prometheus."""
+        family = HistogramMetricFamily(self._name, self._description)
         ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         totals = itertools.accumulate(self._counts)
-        family.add_metric(tuple(labels.values()), list(zip(ends, totals, strict=True)), self._sum)
+        family.add_metric((), list(zip(ends, totals, strict=True)), self._sum)
         yield family
 
 

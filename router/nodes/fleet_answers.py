@@ -152,9 +152,6 @@ class RequestsAborted(Answer, kw_only=True, frozen=True):
     """The number of aborted sequences. 0 is no error."""
 
     aborted: Annotated[int, Meta(description="Aborted sequences of the router that answers.")]
-    relayed: Annotated[
-        bool, Meta(description="False if other routers were not told, because too many aborts came at once.")
-    ]
     success: bool = True
 
 

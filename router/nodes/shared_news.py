@@ -12,50 +12,31 @@ nodes were added.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from router.nodes.live_node import LiveNode
 from shared.log import event
 from shared.protocol.messages import AbortedReqs, Relay, RouterNews
-from shared.timeline import Clock
 
 MAX_REMEMBERED = 4096
-MAX_ABORTS_A_SECOND = 250
-"""Sent to other routers. What an operator does to the fleet is not bounded."""
 
 
 class SharedNews:
     """Sends this router's news to `all_live` nodes, and takes those of other routers once each."""
 
-    def __init__(
-        self, all_live: Callable[[], Sequence[LiveNode]], incarnation: str, clock: Clock = time.time
-    ) -> None:
+    def __init__(self, all_live: Callable[[], Sequence[LiveNode]], incarnation: str) -> None:
         self._all_live = all_live
         self._incarnation = incarnation
-        self._clock = clock
         self._numbers = itertools.count(1)
         self._taken: OrderedDict[Relay, None] = OrderedDict()
         """With the news itself: what another process says under a router's name and number takes no place."""
-        self._aborts = 0, 0
-        """The latest second with an abort, and the number of aborts in it."""
 
     def send(self, news: RouterNews) -> None:
         """Send news to all other routers."""
         relay = Relay(self._incarnation, next(self._numbers), news)
         for node in self._all_live():
             node.send(relay)
-
-    def send_abort(self, rid: str | None) -> bool:
-        """Send an abort to all other routers. False if there were too many in this second."""
-        second = int(self._clock())
-        num_before = self._aborts[1] if self._aborts[0] == second else 0
-        self._aborts = second, num_before + 1
-        if num_before >= MAX_ABORTS_A_SECOND:
-            return False
-        self.send(AbortedReqs(rid))
-        return True
 
     def take(self, relay: Relay) -> RouterNews | None:
         """The news that a node relays; None if it was taken before."""

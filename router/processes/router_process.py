@@ -22,7 +22,7 @@ from router.flags import build_parser, router_config
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
-from router.processes.feed import FeedThread, Listed, LogKey, NodeExited, ToRouter
+from router.processes.feed import Listed, LogKey, NodeExited, receive
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
 from router.text.served_model import ServedModel
@@ -46,7 +46,6 @@ EXAMPLE_OF_IDS = (
 )
 """For a router without a tokenizer."""
 
-_STDIN = 0
 _YOUNG_OBJECTS = 50_000
 _CAN_SERVE_S = 5.0
 """A router that was started again listens after this time, even if it has found no node that could serve."""
@@ -82,14 +81,8 @@ async def _run(
     first: bool,
 ) -> int:
     stop = stop_on_signals(lambda: os._exit(1))
-    messages: asyncio.Queue[ToRouter] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def take(message: ToRouter) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: this process is about to exit
-            loop.call_soon_threadsafe(messages.put_nowait, message)
-
-    FeedThread(_STDIN, take).start()
+    stdin = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+    feed, supervisor = await asyncio.open_unix_connection(sock=stdin)
     model = load_model(config.model, config) if config.model is not None else None
     collect_rarely()
     http = config.http
@@ -97,10 +90,11 @@ async def _run(
         own = sockets.enter_context(listen_http("127.0.0.1", http.own_port(index)))
         shared = sockets.enter_context(bind_http(http.host, http_port, shared=True))
         async with make_router(config, model) as router:
-            os.write(_STDIN, LOADED)
-            tasks = [asyncio.create_task(_pass_on(messages, router)), asyncio.create_task(_beat())]
+            supervisor.write(LOADED)
+            tasks = [asyncio.create_task(_pass_on(feed, router)), asyncio.create_task(_beat(supervisor))]
             try:
                 if await unless(stop, _serve(router, config, index, shared, own, first=first)):
+                    supervisor.write(READY)
                     await unless(stop, router.broken())
                     await router.drain()
             finally:
@@ -133,7 +127,6 @@ async def _serve(
         await _prove(router, owns_nodes=bool(local))
     else:
         await router.ready()
-    os.write(_STDIN, READY)
 
 
 async def _prove(router: Router, *, owns_nodes: bool) -> None:
@@ -169,24 +162,30 @@ def collect_rarely() -> None:
     gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
 
 
-async def _pass_on(messages: asyncio.Queue[ToRouter], router: Router) -> None:
-    """Pass the supervisor's messages to the router."""
-    while True:
-        match await messages.get():
-            case NodeExited(node_id, role, reason, crashed):
-                router.membership.node_exited(node_id, role, reason, crashed=crashed)
-            case Listed(addresses):
-                router.membership.on_listing(addresses)
-            case LogKey(key):
-                router.log_hasher.use(key)
-            case message:
-                router.membership.on_announcement(message)
+async def _pass_on(feed: asyncio.StreamReader, router: Router) -> None:
+    """Pass the supervisor's messages to the router. The process ends at once when the supervisor is gone."""
+    try:
+        while True:
+            match await receive(feed):
+                case NodeExited(node_id, role, reason, crashed):
+                    router.membership.node_exited(node_id, role, reason, crashed=crashed)
+                case Listed(addresses):
+                    router.membership.on_listing(addresses)
+                case LogKey(key):
+                    router.log_hasher.use(key)
+                case message:
+                    router.membership.on_announcement(message)
+    except (asyncio.IncompleteReadError, ConnectionError) as e:
+        log.event("supervisor_gone", reason=e)
+    except Exception:
+        log.crash("feed_failed")
+    os._exit(1)
 
 
-async def _beat() -> None:
+async def _beat(supervisor: asyncio.StreamWriter) -> None:
     """Show the supervisor that the event loop turns."""
     while True:
-        os.write(_STDIN, HEARTBEAT)
+        supervisor.write(HEARTBEAT)
         await asyncio.sleep(HEARTBEAT_S)
 
 

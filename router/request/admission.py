@@ -94,7 +94,7 @@ class Admissions:
             f"{why}; try again later",
             status=429,
             code="queue_full",
-            retry_after_s=retry_after_s(self._queue.wait_s(num_queued)),
+            retry_after_s=retry_after_s(self._queue.wait_s),
         )
 
 

@@ -9,7 +9,6 @@ import pytest
 from planner.cost_model import CostModel
 from planner.simulator.fleet import FleetShape, SimFleet
 from planner.simulator.node import NodeShape
-from router.dispatch.policy import ttft
 from shared.config import ScheduleOptions
 from tests.bench.stats import percentile
 from tests.sim.workloads import unrelated
@@ -29,8 +28,8 @@ def run(
         num_decode=2,
         prefill=NodeShape(pool_tokens=65_536),
         decode=NodeShape(pool_tokens=decode_pool, schedule=ScheduleOptions(max_running_requests=decode_rows)),
-        prefill_policy=ttft,
-        decode_policy=ttft,
+        prefill_policy="ttft",
+        decode_policy="ttft",
         ttft_limit_s=limit_s,
     )
     fleet = SimFleet(shape, COSTS)

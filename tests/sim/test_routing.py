@@ -16,7 +16,7 @@ from planner.simulator.fleet import FleetShape
 from planner.simulator.node import NodeShape
 from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
-from router.dispatch.policy import POLICIES, RoutingPolicy, ttft
+from router.dispatch.policy import POLICIES
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from tests.bench.recorded import load_trace, scaled
@@ -31,7 +31,7 @@ BLOCK = 32
 
 def fleet(
     num_each: int,
-    policy: RoutingPolicy = ttft,
+    policy: str = "ttft",
     seed: int = 0,
     pool_tokens: int = 32_768,
     network: NetworkModel | None = None,
@@ -59,7 +59,7 @@ def requests_by_node(fleet: WatchedFleet, role: Role) -> dict[str, int]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_ends_once_while_nodes_come_and_go(policy: str) -> None:
     rng = random.Random(1)
-    simulated = fleet(6, POLICIES[policy])
+    simulated = fleet(6, policy)
     simulated.submit(chats(rng, 300, gap_s=0.02, block_tokens=BLOCK, num_prompts=6, output_len=(4, 40)))
     for i in range(8):
         role = (Role.PREFILL, Role.DECODE)[i % 2]

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.dispatch.dispatcher import Deadlines, Dispatcher
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.estimate import RequestEstimates
 from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
 from router.dispatch.node import Loss, Node, PrefixIndex
-from router.dispatch.policy import RoutingPolicy, cache_aware, round_robin
 from router.dispatch.running_req import RunningReq
+from router.http.config import DispatchOptions
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
@@ -76,8 +76,8 @@ class Fleet:
         local_prefill_tokens: int | None = PAGE,
         *,
         num_prefill: int = 1,
-        prefill: RoutingPolicy = round_robin,
-        decode: RoutingPolicy = cache_aware,
+        prefill: str = "round-robin",
+        decode: str = "cache-aware",
         incarnation: str = "router",
         ttft_limit_s: float | None = None,
     ) -> None:
@@ -89,10 +89,15 @@ class Fleet:
         self.dispatcher = Dispatcher(
             self,
             incarnation=incarnation,
-            policies={Role.PREFILL: prefill, Role.DECODE: decode},
-            deadlines=Deadlines(first_token_s=60, stall_s=60, failover_s=30),
-            local_prefill_tokens=local_prefill_tokens,
-            ttft_limit_s=ttft_limit_s,
+            options=DispatchOptions(
+                prefill_policy=prefill,
+                decode_policy=decode,
+                local_prefill_tokens=local_prefill_tokens,
+                ttft_limit_s=ttft_limit_s,
+                queue_timeout_s=60.0,
+                stall_timeout_s=60.0,
+                failover_timeout_s=30.0,
+            ),
             metrics=self.metrics,
             vocab_size=lambda: VOCAB_SIZE,
             later=lambda delay_s, act: self.timers.append((self.now + delay_s, act)),

@@ -121,6 +121,7 @@ async def test_a_forced_call(folder: Path, choice: Any, finish_reason: str) -> N
         functions = [tool["function"] for tool in json.loads(grammar.text)["tools"]]
         assert functions[0] == {"name": "weather", "parameters": CITY, "strict": True}
         assert len(functions) == (1 if choice == WEATHER else 2)
+        assert not json.loads(grammar.text)["parallel"], "it might go on with calls for ever"
         stream = await client.chat.completions.create(**asked, stream=True)
         chunks = [chunk async for chunk in stream]
         assert chunks[0].choices[0].delta.role == "assistant"

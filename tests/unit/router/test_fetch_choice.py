@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from router.dispatch.estimate import FETCH_S, FirstToken
-from router.dispatch.policy import ttft
 from shared.protocol.messages import Failed, Lend, LinkReport, Load, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
@@ -22,7 +21,7 @@ def linked(lender: FakeNode, *borrowers: FakeNode, **load: float) -> None:
 
 def fleet(num_prefill: int = 1) -> Fleet:
     """Of d000, which is full, and d001, which gets the requests. Short prompts are not computed there."""
-    fleet = Fleet(2, 0, num_prefill=num_prefill, prefill=ttft, decode=ttft)
+    fleet = Fleet(2, 0, num_prefill=num_prefill, prefill="ttft", decode="ttft")
     for node in (*fleet.prefills, fleet.decodes[1]):
         linked(node)
     linked(fleet.decodes[0], *fleet.prefills, num_running=64, num_pages=10, reserve_wait_s=60.0)

@@ -40,7 +40,7 @@ def test_each_figure_that_is_absurd_counts_as_0(absurd: float) -> None:
 )
 def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) -> None:
     """It never ends one, and the others do nothing else than before."""
-    fleet = Fleet(2, 0, num_prefill=2, prefill=POLICIES[policy], decode=POLICIES[policy])
+    fleet = Fleet(2, 0, num_prefill=2, prefill=policy, decode=policy)
     told = {"prefill_tokens_per_s": 2e3, "gen_throughput": 1e3, "kv_bytes_per_s": 1e9}
     for node in (*fleet.prefills, *fleet.decodes):
         node.load = Load(**told)  # type: ignore[arg-type]

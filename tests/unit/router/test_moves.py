@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from router.dispatch.policy import ttft
 from router.dispatch.running_req import TRIAL_TOKENS, RunningReq
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import Cancel, Decode, Finish, Load, Move, NodeLimits
@@ -241,7 +240,7 @@ def test_a_move_that_arrives_makes_the_next_pause_short_again() -> None:
 
 def test_the_next_move_is_to_another_node_than_the_one_that_refused() -> None:
     """A target needs more pages than the router knows of, so the node that refuses may still look like the best."""
-    fleet = Fleet(3, decode=ttft)
+    fleet = Fleet(3, decode="ttft")
     req, source = started(fleet)
     others = [node for node in fleet.decodes if node is not source]
     others[1].load = Load(num_running=20)

@@ -11,11 +11,7 @@ from router.dispatch.estimate import PAUSE_COSTS, TOKENS_AHEAD
 from router.dispatch.node import Node
 from router.dispatch.policy import (
     MAX_COMPARED,
-    POLICIES,
-    RoutingPolicy,
     compared,
-    random,
-    round_robin,
     ttft,
 )
 from router.dispatch.running_req import Attempt
@@ -26,11 +22,8 @@ from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet, decode_of
 WORK = Work(IDS, SamplingParams(max_new_tokens=8))
 
 
-def by_cost(
-    num_prefill: int = 3, num_decode: int = 3, local: int | None = 0, **policies: RoutingPolicy
-) -> Fleet:
-    chosen = {"prefill": ttft, "decode": ttft, **policies}
-    return Fleet(num_decode, local, num_prefill=num_prefill, **chosen)
+def by_cost(num_prefill: int = 3, num_decode: int = 3, local: int | None = 0) -> Fleet:
+    return Fleet(num_decode, local, num_prefill=num_prefill, prefill="ttft", decode="ttft")
 
 
 def names(fleet: Fleet, role: Role, count: int, ids: tuple[int, ...] = IDS) -> list[str]:
@@ -239,7 +232,7 @@ class TestWhoComputes:
 
 @pytest.mark.parametrize("name", ["least-load", "power-of-two"])
 def test_the_idle_node_of_two_gets_the_request(name: str) -> None:
-    fleet = Fleet(2, 0, num_prefill=2, prefill=POLICIES[name], decode=POLICIES[name])
+    fleet = Fleet(2, 0, num_prefill=2, prefill=name, decode=name)
     fleet.prefills[0].load = Load(num_queued_tokens=100_000)
     fleet.decodes[1].load = Load(num_running=50)
     nodes = [fleet.start().nodes for _ in range(10)]
@@ -248,20 +241,20 @@ def test_the_idle_node_of_two_gets_the_request(name: str) -> None:
 
 def test_two_routers_draw_differently() -> None:
     """`random` and `power-of-two` would lead all routers to the same nodes at once, else."""
-    one, other = (Fleet(1, 0, num_prefill=50, prefill=random, incarnation=name) for name in ("r1", "r2"))
+    one, other = (Fleet(1, 0, num_prefill=50, prefill="random", incarnation=name) for name in ("r1", "r2"))
     assert names(one, Role.PREFILL, 10) != names(other, Role.PREFILL, 10)
 
 
 def test_turns_are_those_of_the_nodes_that_took_part() -> None:
     """A request that its decode node prefills has used up no turn of the prefill nodes."""
-    fleet = Fleet(1, PAGE, num_prefill=2, prefill=round_robin, decode=round_robin)
+    fleet = Fleet(1, PAGE, num_prefill=2, prefill="round-robin", decode="round-robin")
     fleet.start()
     fleet.start(IDS[:PAGE])
     assert names(fleet, Role.PREFILL, 1) == ["p1"]
 
 
 def test_sequences_that_move_take_turns_too() -> None:
-    fleet = Fleet(3, 0, decode=round_robin)
+    fleet = Fleet(3, 0, decode="round-robin")
     targets = []
     for number in range(4):
         target = fleet.dispatcher._placement.target(WORK, fleet.decodes[0], {})
