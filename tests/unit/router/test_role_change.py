@@ -33,7 +33,6 @@ from tests.unit.router.fakes import (
     FakeNode,
     joined_router,
     joined_trio,
-    one_then_nothing,
     pair,
     until_loads,
     wait_before_story,
@@ -103,18 +102,6 @@ async def test_a_node_finishes_what_it_has_and_comes_back_in_the_other_role(mode
             assert (await client.post("/generate", json=BODY)).status_code == 200
 
 
-async def test_what_still_runs_after_the_timeout_goes_on_elsewhere(model_folder: Path) -> None:
-    async with joined_trio(model_folder, decode=one_then_nothing) as ((_, decode, other), _, client):
-        running = asyncio.create_task(client.post("/generate", json=BODY))
-        await decode.wait_for(Decode)
-        changing = asyncio.create_task(set_role(client, "decode-0", "prefill", 500))
-        await decode.wait_for(SetRole)
-        hurried = await set_role(client, "decode-0", "prefill", 0)
-        assert hurried.json()["node"]["role"] == "prefill"
-        assert (await changing).json() == hurried.json(), "it was the same change"
-        assert (await running).status_code == 200 and other.all(Decode)
-
-
 async def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(model_folder: Path) -> None:
     async with joined_trio(model_folder) as ((_, decode, _), _, client):
         release = wait_before_story(decode)
@@ -167,21 +154,6 @@ async def test_a_node_that_comes_back_in_its_role_and_is_refused_can_be_removed(
             await asyncio.sleep(0.01)
         assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
         changing.cancel()
-
-
-async def test_a_node_that_leaves_for_its_role_while_it_is_removed_stays(model_folder: Path) -> None:
-    async with joined_trio(model_folder) as ((_, decode, _), _, client):
-        decode.may_leave.clear()
-        changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
-        await decode.wait_for(Drained)
-        removing = asyncio.create_task(client.delete("/fleet/nodes/decode-0"))
-        await decode.wait_for(Drain)
-        assert "was to be removed before" in (await changing).text
-        decode.may_leave.set()
-        refused = await removing
-        assert refused.status_code == 409
-        assert "has left to become a prefill node" in refused.json()["error"]["message"]
-        await until_roles(client, decode_0=("prefill", "alive"))
 
 
 async def test_a_node_that_does_not_answer_keeps_its_role() -> None:
