@@ -556,12 +556,12 @@ def test_a_stranger_that_never_ends_its_handshake_is_hung_up_on(party: MakeParty
 
 def test_a_taken_port_is_refused_with_its_name(node: Party, party: MakeParty) -> None:
     port = int(node.listen().rsplit(":", 1)[1])
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
         party("second").control.bind("127.0.0.1", port)
 
 
 def test_an_unknown_host_is_refused_with_its_name(party: MakeParty) -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:0"):
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:0"):
         party("node").control.bind("no.such.host.invalid", 0)
 
 

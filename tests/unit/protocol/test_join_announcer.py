@@ -74,7 +74,7 @@ def test_the_port_has_a_default(router: str, address: str) -> None:
 
 @pytest.mark.parametrize("router", ["", ":8001", "host:", "host:port", "host:80:90"])
 def test_a_malformed_router_is_refused_with_its_flag(router: str) -> None:
-    with pytest.raises(ConfigError, match=f"--router {router}: expected HOST or HOST:PORT"):
+    with pytest.raises(ConfigError, match=f"--router {router}: "):
         control_address(router)
 
 

@@ -161,7 +161,7 @@ async def test_a_node_that_does_not_answer_keeps_its_role() -> None:
         changes = changes_of(membership, events, answer_s=0.1)
         node.hears_roles = False
         member = await dialled(membership, node)
-        with pytest.raises(RequestError, match=r"no answer within 0\.1 s") as refused:
+        with pytest.raises(RequestError, match=r"0\.1 s") as refused:
             await changes.change_role(member, Role.DECODE, 1.0, 1.0)
         assert refused.value.status == 409
         assert (member.role, member.state, member.next_role) == (Role.PREFILL, MemberState.ALIVE, None)
@@ -322,7 +322,7 @@ async def test_a_removal_waits_until_it_is_known_whether_the_node_takes_a_role(t
         assert not removing.done() and member in membership.members
         if takes_it:
             await node.become(Role.DECODE)
-            with pytest.raises(RequestError, match="has left to become a decode node"):
+            with pytest.raises(RequestError, match="decode node"):
                 await removing
             await eventually(lambda: (member.state, member.role) == (MemberState.ALIVE, Role.DECODE))
         else:
