@@ -19,9 +19,8 @@ from tests.unit.router.fakes import (
     FakeNode,
     Script,
     byte_level_tokenizer,
-    joined_router,
+    joined_pair,
     openai_client,
-    pair,
     write_model,
 )
 from tests.unit.router.scoring import entry
@@ -69,19 +68,23 @@ def tells(text: str, finish: str = "stop") -> tuple[Script, Script]:
 
 
 @contextlib.asynccontextmanager
+async def saying(
+    folder: Path, text: str, finish: str = "stop"
+) -> AsyncIterator[tuple[httpx.AsyncClient, FakeNode]]:
+    """A client, and the decode node that says this text."""
+    first, rest = tells(text, finish)
+    limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
+    async with joined_pair(folder, prefill=first, decode=rest, limits=limits) as (nodes, _, client):
+        yield client, nodes[1]
+
+
+@contextlib.asynccontextmanager
 async def with_client(
     folder: Path, text: str, finish: str = "stop"
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, FakeNode]]:
-    """A client, and the decode node that says this text."""
-    first, rest = tells(text, finish)
-    async with pair(prefill=first, decode=rest) as nodes:
-        for node in nodes:
-            node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
-        async with (
-            joined_router(folder, list(nodes)) as (_, http),
-            openai_client(http.base_url) as client,
-        ):
-            yield client, nodes[1]
+    """OpenAI's own client, and the decode node."""
+    async with saying(folder, text, finish) as (http, decode), openai_client(http.base_url) as client:
+        yield client, decode
 
 
 @pytest.fixture(scope="module")

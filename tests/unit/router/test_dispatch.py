@@ -223,7 +223,7 @@ async def test_degraded_without_a_link(model_folder: Path, hung: Role) -> None:
             assert answer.json()["output_ids"] == decode.story[:12]
             assert (decode.all(Decode)[-1].prefill is None) == (load is gone)
             if load is gone:
-                assert "prefill-0 has no link to any decode node (silent for 5 s)" in health["reason"]
+                assert "(silent for 5 s)" in health["reason"]
 
 
 async def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
@@ -239,7 +239,7 @@ async def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
         leaking.load = Load(leak="pages with none [7]")
         leaking.send(Pong(0, leaking.load))
         health = (await until_health(client, "degraded")).json()
-        assert "decode-0 is draining (it leaks KV pages, restart it: pages with none [7])" in health["reason"]
+        assert "pages with none [7]" in health["reason"]
         assert [node["state"] for node in health["decode"]] == ["draining", "alive"]
         assert [(await answer).status_code for answer in running] == [200, 200]
         for _ in range(4):

@@ -30,8 +30,6 @@ from tests.unit.router.fakes import (
     byte_level_tokenizer,
     events,
     joined_pair,
-    joined_router,
-    pair,
     tell_first_token,
 )
 from tests.unit.router.sample_tokenizers import KINDS, sample
@@ -49,8 +47,8 @@ def run(folder: Path, path: str, body: dict[str, Any], **scripts: object) -> tup
     """The answer (parsed, or a list of events), and the prefill node."""
 
     async def go() -> tuple[Any, FakeNode]:
-        nodes = pair(**{"prefill": scored_first_token, "decode": scored_story, **scripts})
-        async with nodes as (prefill, decode), joined_router(folder, [prefill, decode]) as (_, client):
+        both = {"prefill": scored_first_token, "decode": scored_story, **scripts}
+        async with joined_pair(folder, **both) as ((prefill, _decode), _, client):
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
             if body.get("stream"):
@@ -194,11 +192,9 @@ COMPLETION = {"prompt": "The quick", "max_tokens": NUM_NEW, "logprobs": 2}
 @contextlib.asynccontextmanager
 async def roomy(folder: Path) -> AsyncIterator[tuple[FakeNode, httpx.AsyncClient]]:
     """A client, and the prefill node of two with much room."""
-    async with pair(prefill=scored_first_token, decode=scored_story) as nodes:
-        for node in nodes:
-            node.limits = NodeLimits(300_000, 300_000, 8)
-        async with joined_router(folder, list(nodes)) as (_, client):
-            yield nodes[0], client
+    scripts: Any = {"prefill": scored_first_token, "decode": scored_story}
+    async with joined_pair(folder, limits=NodeLimits(300_000, 300_000, 8), **scripts) as (nodes, _, client):
+        yield nodes[0], client
 
 
 WIDE = {"top_logprobs_num": 20, "token_ids_logprob": [7] * 983}  # 1024 numbers a token
@@ -384,8 +380,8 @@ class TestCompletions:
     async def test_a_long_echo_is_written_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
         body = {**COMPLETION, "echo": True, "logprobs": 5, "prompt": [7] * 150, "stream": stream}
 
-        nodes = pair(prefill=scored_first_token, decode=scored_story)
-        async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
+        scripts: Any = {"prefill": scored_first_token, "decode": scored_story}
+        async with joined_pair(model_folder, **scripts) as (pairs, router, client):
             workers = router.model.get().tokenizer.workers
             may_go_on = threading.Event()
             waiting = asyncio.create_task(workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(PATIENCE_S)))
