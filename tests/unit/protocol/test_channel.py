@@ -487,14 +487,14 @@ def test_a_name_without_an_address_is_said_to_be_the_reason(party: MakeParty, na
     router.dial("n", "tcp://no.example:7200")
     peer, reason = router.disconnected.get(timeout=PATIENCE_S)
     assert peer == "n"
-    assert "no.example does not resolve: Name or service not known" in reason
+    assert "no.example does not resolve" in reason
 
 
 def test_a_name_that_takes_too_long_is_said_to_be_the_reason(party: MakeParty, names: SlowNames) -> None:
     router = party("router-1", resolver=Resolver(names), connect_timeout_s=0.2).start()
     router.dial("n", "tcp://slow.example:7200")
     _, reason = router.disconnected.get(timeout=PATIENCE_S)
-    assert "slow.example does not resolve: no answer within 0.2 s" in reason
+    assert "no answer within 0.2 s" in reason
 
 
 @pytest.mark.parametrize(
