@@ -52,7 +52,7 @@ class TestDevice:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
     def test_cuda_without_a_gpu(self) -> None:
-        with pytest.raises(ConfigError, match="--device cuda:1: torch sees no GPU here"):
+        with pytest.raises(ConfigError, match="--device cuda:1"):
             resolve_device("cuda:1")
 
 
@@ -91,7 +91,7 @@ class TestContextLength:
         assert resolve_context_length(ModelOptions(context_length=1), MODEL) == 1
 
     def test_longer_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="--context-length 4097: the model was made for at most 4096"):
+        with pytest.raises(ConfigError, match=r"--context-length 4097: .*4096"):
             resolve_context_length(ModelOptions(context_length=4097), MODEL)
 
 
@@ -116,7 +116,7 @@ class TestNumPages:
         assert self.num_pages(CacheOptions(page_size=16, max_total_tokens=100), 10) == 6
 
     def test_too_few_tokens(self) -> None:
-        with pytest.raises(ConfigError, match="--max-total-tokens 31: at least two pages of 16"):
+        with pytest.raises(ConfigError, match="--max-total-tokens 31"):
             self.num_pages(CacheOptions(page_size=16, max_total_tokens=31))
         assert self.num_pages(CacheOptions(page_size=16, max_total_tokens=32)) == 2
 
@@ -136,7 +136,7 @@ class TestNumPages:
         assert pages[0] > pages[1]
 
     def test_no_room(self) -> None:
-        with pytest.raises(ConfigError, match=r"--mem-fraction-static 1e-12 leaves 0 bytes .*--page-size"):
+        with pytest.raises(ConfigError, match=r"--mem-fraction-static 1e-12 .*--page-size"):
             self.num_pages(CacheOptions(mem_fraction_static=1e-12))
 
     def test_weights_that_are_larger_than_all_memory_are_refused_unread(self, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ class TestNumPages:
             context_length=1,
             decodes=True,
         )
-        with pytest.raises(ConfigError, match=r"the weights of the model take \d+\.\d\d GiB"):
+        with pytest.raises(ConfigError, match=r"weights .* \d+\.\d\d GiB"):
             HostShare(shape).await_room()
 
 
@@ -209,10 +209,10 @@ class TestBuildEngine:
         page_nbytes = EngineShape.of(config, engine.model_config, decodes=True).page_nbytes
         assert engine.ledger.host.page_nbytes == page_nbytes
         assert page_nbytes == 8 * engine.layout.nbytes_per_token == engine.pool.buffer_LSNHPD.nbytes // 101
-        with pytest.raises(ConfigError, match="heads of 18 elements"):
+        with pytest.raises(ConfigError, match="heads of 18"):
             EngineShape.of(config, replace(engine.model_config, head_dim=18), decodes=True)
         config = replace(config, cache=replace(config.cache, kv_cache_dtype="fp8"))
-        with pytest.raises(ConfigError, match="fp8 needs Triton on a GPU"):
+        with pytest.raises(ConfigError, match="fp8"):
             EngineShape.of(config, engine.model_config, decodes=True)
 
     @pytest.mark.parametrize(("decodes", "num_host_pages"), [(True, 5), (False, 0)])

@@ -330,9 +330,7 @@ class TestChoice:
 
     def test_native_says_why_it_cannot(self, folder_of: Callable[[str], Path]) -> None:
         with (
-            pytest.raises(
-                ConfigError, match=r"--attention-backend native: they compute in bfloat16.*float32"
-            ),
+            pytest.raises(ConfigError, match=r"--attention-backend native: .*bfloat16.*float32"),
             rig(folder_of("llama"), "native", torch.float32),
         ):
             pass
@@ -363,7 +361,7 @@ class TestChoice:
         with rig(folder_of("llama"), "auto") as path:
             assert path.backend.name == "torch"
         with (
-            pytest.raises(ConfigError, match="there is no C\\+\\+ compiler"),
+            pytest.raises(ConfigError, match="C\\+\\+ compiler"),
             rig(folder_of("llama"), "native"),
         ):
             pass

@@ -175,27 +175,43 @@ def test_clients_that_say_nothing_keep_no_probe_out(node: Node, caplog: pytest.L
     assert not [record for record in caplog.records if record.name == "asyncio"], "strangers fill no log"
 
 
-def test_a_burst_that_comes_during_an_answer_is_bounded_too(node: Node) -> None:
-    """The loop meets all of these connections in one turn, before an exchange that it has cancelled can end."""
-    looking, go_on = threading.Event(), threading.Event()
+PROBE = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@contextlib.contextmanager
+def standing_still(node: Node, num_clients: int, data: bytes) -> Iterator[list[socket.socket]]:
+    """The port's thread is in the middle of an answer while so many clients come with `data`; then it goes on."""
+    looking, goes_on = threading.Event(), threading.Event()
 
     def slow_load() -> Load:
         looking.set()
-        assert go_on.wait(PATIENCE_S)
+        assert goes_on.wait(PATIENCE_S)
         return node.load
 
     node.status.serves(dataclasses.replace(node.in_role, load=slow_load))
-    before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as exits:
-        exits.enter_context(node.connect(b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"))
+        exits.enter_context(node.connect(PROBE))
         assert looking.wait(PATIENCE_S)
-        clients = [exits.enter_context(node.connect(b"GET /")) for _ in range(90)]
-        go_on.set()
+        clients = [exits.enter_context(node.connect(data)) for _ in range(num_clients)]
+        goes_on.set()
+        yield clients
+
+
+def test_a_burst_that_comes_during_an_answer_is_bounded_too(node: Node) -> None:
+    """The loop meets all of these connections in one turn, before an exchange that it has cancelled can end."""
+    before = len(os.listdir("/proc/self/fd"))
+    with standing_still(node, 90, b"GET /") as clients:
         hung_up = select.poll()
         for client in clients:
             hung_up.register(client, select.POLLRDHUP)
         until(lambda: len(hung_up.poll(0)) >= len(clients) - MAX_CONNECTIONS, "the oldest are closed")
     until(lambda: len(os.listdir("/proc/self/fd")) == before, "all are closed")
+
+
+def test_a_burst_waits_and_each_of_it_is_answered(node: Node) -> None:
+    """No connection is lost while the port's thread has no turn, and none is closed unread when it has one."""
+    with standing_still(node, 6 * MAX_CONNECTIONS, PROBE) as clients:
+        assert {client.recv(15) for client in clients} == {b"HTTP/1.1 200 OK"}
 
 
 def test_a_client_that_is_slow_is_closed() -> None:
@@ -217,22 +233,3 @@ def test_a_port_in_use_is_refused_by_name() -> None:
         NodeHttp(HOST, node.port, node.status).__enter__()
     with pytest.raises(ConfigError, match=r"--http-host nowhere\.invalid"):
         NodeHttp("nowhere.invalid", 0, node.status).__enter__()
-
-
-def test_a_burst_waits_and_each_of_it_is_answered(node: Node) -> None:
-    """No connection is lost while the port's thread has no turn, and none is closed unread when it has one."""
-    asked, goes_on = threading.Event(), threading.Event()
-
-    def load() -> Load:
-        asked.set()
-        assert goes_on.wait(PATIENCE_S)
-        return node.load
-
-    node.status.serves(dataclasses.replace(node.in_role, load=load))
-    request = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
-    with contextlib.ExitStack() as clients:
-        clients.enter_context(node.connect(request))
-        until(asked.is_set)
-        burst = [clients.enter_context(node.connect(request)) for _ in range(6 * MAX_CONNECTIONS)]
-        goes_on.set()
-        assert {client.recv(15) for client in burst} == {b"HTTP/1.1 200 OK"}

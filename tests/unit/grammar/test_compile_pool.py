@@ -173,7 +173,7 @@ def test_what_was_cancelled_is_not_begun(backend: CountingBackend) -> None:
 def test_a_full_queue_is_told_at_once(backend: CountingBackend) -> None:
     pool = only_one_thread(backend, max_waiting=3)  # one of them is being compiled
     queued = [pool.compile(ebnf(text)) for text in "ab"]
-    with pytest.raises(RequestError, match="3 grammars wait to be compiled") as caught:
+    with pytest.raises(RequestError, match="3 grammars") as caught:
         pool.compile(ebnf("c")).result(0)
     assert caught.value.status == 503
     queued[1].cancel()
@@ -224,6 +224,6 @@ def test_a_grammar_that_is_slow_to_follow_is_refused() -> None:
             return CostlyCompiled(cpu, mask_s=lambda _: 1.0)
 
     pool = CompilePool(Costly, cpu_clock=cpu)
-    with pytest.raises(RequestError, match="regex: following this grammar takes too long"):
+    with pytest.raises(RequestError, match=r"^regex: .*too long"):
         pool.compile(Grammar("regex", "a")).result(PATIENCE_S)
     pool.close()

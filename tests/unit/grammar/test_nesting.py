@@ -97,7 +97,7 @@ def test_what_is_no_deep_regex_is_let_through(kind: Kind, text: str) -> None:
 )
 def test_half_a_character_in_a_schema_is_refused(text: str) -> None:
     """No message about it could be encoded as UTF-8."""
-    with pytest.raises(RequestError, match=r"json_schema: '\\ud\w{3}' is half of a character") as caught:
+    with pytest.raises(RequestError, match=r"json_schema: '\\ud\w{3}'") as caught:
         check_nesting(Grammar("json_schema", text))
     assert (caught.value.status, caught.value.param) == (400, "json_schema")
     check_nesting(Grammar("json_schema", r'{"enum": ["\ud83d\ude00", "\\ud83d"]}'))

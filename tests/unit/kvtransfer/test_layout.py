@@ -63,7 +63,7 @@ def test_slots_are_filled_well() -> None:
 
 
 def test_a_slot_that_holds_not_even_one_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one page of one layer takes 100 bytes"):
+    with pytest.raises(ConfigError, match="100 bytes"):
         ChunkPlan.fit(num_layers=2, unit_nbytes=100, slot_nbytes=99)
 
 

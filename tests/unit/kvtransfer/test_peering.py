@@ -1,10 +1,9 @@
-"""Which decode nodes are dialled, and when again, over real loopback sockets."""
+"""Which decode nodes are dialled, and when again. What becomes of a dial is the test's business."""
 
 from __future__ import annotations
 
-import queue
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,26 +14,47 @@ from shared.kvtransfer.peering import (
     UNNAMED_IDLE_S,
     Peering,
 )
-from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import Lend, NodeRef, ReqKey
 from shared.protocol.transfer_messages import LinkOpen, ReceiverToSender
-from tests.patience import PATIENCE_S, until
 
 
-class Clock:
+class Control:
+    """The connections of a ControlThread."""
+
     def __init__(self) -> None:
-        self.now = 0.0
+        self.dialled: list[str] = []
+        self.hung_up: list[str] = []
+        self._outcomes: dict[str, tuple[Callable[[str], None], Callable[[str, str], None]]] = {}
 
-    def __call__(self) -> float:
-        return self.now
+    def dial(
+        self,
+        peer: str,
+        address: str,
+        identity: str,
+        handlers: Any,
+        on_connected: Callable[[str], None],
+        on_disconnected: Callable[[str, str], None],
+    ) -> None:
+        assert (address, identity) == (address_of(peer), "sender|p0#1")
+        self.dialled.append(peer)
+        self._outcomes[peer] = on_connected, on_disconnected
+
+    def hang_up(self, peer: str) -> None:
+        self.hung_up.append(peer)
+
+    def connects(self, peer: str) -> None:
+        self._outcomes[peer][0](peer)
+
+    def refuses(self, peer: str) -> None:
+        self._outcomes[peer][1](peer, "connection refused")
 
 
 class Sender:
     """What a KVSender is told of connections."""
 
     def __init__(self) -> None:
-        self.connected: queue.Queue[str] = queue.Queue()
-        self.disconnected: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.connected: list[str] = []
+        self.disconnected: list[str] = []
         self.used: set[str] = set()
         self.left: list[str] = []
 
@@ -45,234 +65,200 @@ class Sender:
         self.left.append(peer)
 
     def on_connected(self, peer: str) -> None:
-        self.connected.put(peer)
+        self.connected.append(peer)
 
     def on_disconnected(self, peer: str, reason: str) -> None:
-        self.disconnected.put((peer, reason))
+        self.disconnected.append(peer)
 
     def on_message(self, peer: str, message: ReceiverToSender) -> None:
         raise AssertionError("decode nodes say nothing here")
 
 
 class Prefill:
+    """A prefill node under a clock that the test moves."""
+
     def __init__(self) -> None:
-        self.control = ControlThread()
-        self.control.start()
-        self.clock, self.sender = Clock(), Sender()
-        node = NodeRef("p0", "p0#1", "tcp://127.0.0.1:7100")
-        self.peering = Peering(node, self.control, self.sender, self.clock)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.control, self.sender = Control(), Sender()
+        node = NodeRef("p0", "p0#1", "tcp://p0:7100")
+        self.peering = Peering(node, self.control, self.sender, lambda: self.now)  # type: ignore[arg-type]
 
     def pass_time(self, seconds: float) -> None:
-        self.clock.now += seconds
+        self.now += seconds
         self.peering.redial()
 
-    def nothing_happens(self) -> bool:
-        try:
-            self.sender.disconnected.get(timeout=0.2)
-        except queue.Empty:
-            return self.sender.connected.empty()
-        return False
+    def dials(self) -> list[str]:
+        """Those since the last call."""
+        dialled, self.control.dialled = self.control.dialled, []
+        return dialled
+
+    def answered_as(self, peer: str, now: NodeRef) -> None:
+        """A node that was dialled as `peer` says that it is another one."""
+        self.peering._on_message(peer, LinkOpen("link", now, b"", "shm"))
+
+    @property
+    def peers(self) -> set[str]:
+        return set(self.peering._peers)
+
+
+def address_of(peer: str) -> str:
+    return f"tcp://{peer.partition('#')[0]}:7200"
+
+
+def node(incarnation: str) -> NodeRef:
+    return NodeRef(incarnation.partition("#")[0], incarnation, address_of(incarnation))
+
+
+D0, D0_BEFORE, D1 = node("d0#1"), node("d0#0"), node("d1#1")
 
 
 @pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    prefill = Prefill()
-    yield prefill
-    prefill.control.close()
-
-
-@pytest.fixture
-def decode() -> Iterator[NodeRef]:
-    """A decode node that listens, and says nothing."""
-    control = ControlThread()
-    port = control.bind("127.0.0.1", 0)
-    control.start()
-    control.admit({"sender": Handlers(None, lambda peer, message: None)})  # type: ignore[arg-type]
-    yield NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
-    control.close()
-
-
-@pytest.fixture
-def silent() -> Iterator[list[NodeRef]]:
-    """Many nodes that answer no dial."""
-    control = ControlThread()
-    address = f"tcp://127.0.0.1:{control.bind('127.0.0.1', 0)}"
-    yield [NodeRef(f"d{i}", f"d{i}#1", address) for i in range(40)]
-    control.close()
-
-
-def dead_node(incarnation: str) -> NodeRef:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return NodeRef(incarnation, incarnation, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+def prefill() -> Prefill:
+    return Prefill()
 
 
 def test_a_node_that_could_not_be_reached_is_dialled_again(prefill: Prefill) -> None:
-    control = ControlThread()
-    try:
-        port = control.bind("127.0.0.1", 0)
-        node = NodeRef("d0", "d0#1", f"tcp://127.0.0.1:{port}")
-        control.close()
-        prefill.peering.set_peers("router", [node])
-        assert prefill.sender.disconnected.get(timeout=PATIENCE_S) == ("d0#1", "connection refused")
-        assert prefill.peering.unreachable == {"d0#1": "connection refused"}
-        prefill.pass_time(REDIAL_S / 2)
-        prefill.peering.set_peers("router", [node])  # which does not shorten the pause
-        assert prefill.nothing_happens()
-        control = ControlThread()
-        control.bind("127.0.0.1", port)
-        control.start()
-        prefill.pass_time(REDIAL_S / 2)
-        assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
-        assert prefill.peering.unreachable == {}
-    finally:
-        control.close()
+    prefill.peering.set_peers("router", [D0])
+    assert prefill.dials() == ["d0#1"]
+    prefill.control.refuses("d0#1")
+    assert prefill.sender.disconnected == ["d0#1"]
+    assert prefill.peering.unreachable == {"d0#1": "connection refused"}
+    prefill.pass_time(REDIAL_S / 2)
+    prefill.peering.set_peers("router", [D0])  # which does not shorten the pause
+    assert prefill.dials() == []
+    prefill.pass_time(REDIAL_S / 2)
+    assert prefill.dials() == ["d0#1"]
+    prefill.control.connects("d0#1")
+    assert prefill.sender.connected == ["d0#1"] and prefill.peering.unreachable == {}
 
 
-def test_a_node_that_a_router_names_no_longer_is_not_dialled_again(prefill: Prefill, decode: NodeRef) -> None:
-    dead = dead_node("d1#1")
-    prefill.peering.set_peers("router", [decode, dead])
-    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
-    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
-    prefill.peering.set_peers("router", [decode])
+def test_a_node_that_a_router_names_no_longer_is_not_dialled_again(prefill: Prefill) -> None:
+    prefill.peering.set_peers("router", [D0, D1])
+    prefill.control.connects("d0#1")
+    prefill.control.refuses("d1#1")
+    prefill.peering.set_peers("router", [D0])
     prefill.pass_time(REDIAL_S)
-    assert prefill.nothing_happens()
-    assert set(prefill.peering._peers) == {"d0#1"}
+    assert prefill.dials() == ["d0#1", "d1#1"] and prefill.peers == {"d0#1"}
 
 
-def test_a_node_that_was_started_again_is_dialled_by_its_new_name_alone(
-    prefill: Prefill, decode: NodeRef
-) -> None:
+def test_a_node_that_was_started_again_is_dialled_by_its_new_name_alone(prefill: Prefill) -> None:
     """A router that has died still names the old one, whose connection takes the place of the new one's."""
-    old = NodeRef("d0", "d0#0", decode.address)
-    prefill.peering.set_peers("living", [decode])
-    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
-    prefill.peering.set_peers("dead", [old])
-    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#0"
-    prefill.peering._on_message("d0#0", LinkOpen("link", decode, b"", "shm"))
-    gone = [prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] for _ in range(2)]
-    assert gone == ["d0#0", "d0#1"]
-    until(lambda: not prefill.control._dialled)
+    prefill.peering.set_peers("living", [D0])
+    prefill.peering.set_peers("dead", [D0_BEFORE])
+    for peer in prefill.dials():
+        prefill.control.connects(peer)
+    prefill.answered_as("d0#0", D0)
+    assert prefill.sender.disconnected == prefill.control.hung_up == ["d0#0", "d0#1"]
     prefill.pass_time(REDIAL_S)
-    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
+    assert prefill.dials() == ["d0#1"]
+    prefill.control.connects("d0#1")
     prefill.pass_time(REDIAL_S)
-    assert prefill.nothing_happens()
-    assert set(prefill.peering._peers) == {"d0#1"}
+    assert prefill.dials() == [] and prefill.peers == {"d0#1"}
 
 
-def test_a_node_that_was_started_again_and_that_no_router_names_is_not_dialled(
-    prefill: Prefill, decode: NodeRef
-) -> None:
-    prefill.peering.set_peers("dead", [NodeRef("d0", "d0#0", decode.address)])
-    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#0"
-    prefill.peering._on_message("d0#0", LinkOpen("link", decode, b"", "shm"))
-    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d0#0"
+def test_a_node_that_was_started_again_and_that_no_router_names_is_not_dialled(prefill: Prefill) -> None:
+    prefill.peering.set_peers("dead", [D0_BEFORE])
+    prefill.control.connects("d0#0")
+    prefill.answered_as("d0#0", D0)
+    assert prefill.sender.disconnected == prefill.control.hung_up == ["d0#0"]
     prefill.pass_time(REDIAL_S)
-    assert prefill.nothing_happens()
-    assert not prefill.peering._peers and not prefill.control._dialled
+    assert prefill.dials() == ["d0#0"] and not prefill.peers
 
 
 def test_each_router_names_nodes_of_its_own(prefill: Prefill) -> None:
-    dead = dead_node("d1#1")
-    prefill.peering.set_peers("one", [dead])
-    prefill.peering.set_peers("two", [dead])
-    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
-    prefill.peering.set_peers("one", [])
-    prefill.pass_time(REDIAL_S)
-    assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
-    prefill.peering.set_peers("two", [])
-    prefill.pass_time(REDIAL_S)
-    assert prefill.nothing_happens()
-    assert not prefill.peering._peers and not prefill.peering._named
+    for router in ("one", "two"):
+        prefill.peering.set_peers(router, [D1])
+    for router, dialled in (("one", ["d1#1"]), ("two", [])):
+        assert prefill.dials() == ["d1#1"]
+        prefill.control.refuses("d1#1")
+        prefill.peering.set_peers(router, [])
+        prefill.pass_time(REDIAL_S)
+        assert prefill.control.dialled == dialled
+    assert not prefill.peers and not prefill.peering._named
 
 
 def test_a_node_that_only_a_request_names_is_forgotten_when_it_cannot_be_reached(prefill: Prefill) -> None:
-    dead = dead_node("d1#1")
     for _ in range(2):
-        prefill.peering.ensure(dead)
-        assert prefill.sender.disconnected.get(timeout=PATIENCE_S)[0] == "d1#1"
-        assert not prefill.peering._peers
+        prefill.peering.ensure(D1)
+        assert prefill.dials() == ["d1#1"]
+        prefill.control.refuses("d1#1")
+        assert not prefill.peers
 
 
-def test_a_connected_node_is_not_dialled_again(prefill: Prefill, decode: NodeRef) -> None:
-    prefill.peering.set_peers("router", [decode])
-    assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
-    prefill.peering.set_peers("router", [decode])
+def test_a_connected_node_is_not_dialled_again(prefill: Prefill) -> None:
+    prefill.peering.set_peers("router", [D0])
+    prefill.control.connects("d0#1")
+    prefill.peering.set_peers("router", [D0])
     prefill.pass_time(REDIAL_S)
-    prefill.peering.ensure(decode)
-    assert prefill.nothing_happens()
+    prefill.peering.ensure(D0)
+    assert prefill.dials() == ["d0#1"]
 
 
 class TestNodesThatNoRouterNames:
     """Targets of moves: connected when first needed, and only as long as they are."""
 
-    def test_one_that_is_not_used_is_left_and_then_hung_up_on(
-        self, prefill: Prefill, decode: NodeRef
-    ) -> None:
-        for _ in range(2):
-            prefill.peering.ensure(decode)
-            assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
-            prefill.pass_time(UNNAMED_IDLE_S / 2)
-            assert prefill.sender.left == []
-            prefill.pass_time(UNNAMED_IDLE_S / 2)
-            assert prefill.sender.left == ["d0#1"]
+    def test_one_that_is_not_used_is_left_and_then_hung_up_on(self, prefill: Prefill) -> None:
+        for number in (1, 2):
+            prefill.peering.ensure(D0)
+            prefill.control.connects("d0#1")
+            for left in ([], ["d0#1"]):
+                prefill.pass_time(UNNAMED_IDLE_S / 2)
+                assert prefill.sender.left == left
             prefill.pass_time(0.5)
-            assert not prefill.peering._peers
+            assert not prefill.peers and prefill.control.hung_up == ["d0#1"] * number
             prefill.sender.left.clear()
-        assert prefill.sender.disconnected.empty()
+        assert not prefill.sender.disconnected
 
-    def test_one_that_is_used_stays(self, prefill: Prefill, decode: NodeRef) -> None:
-        prefill.peering.ensure(decode)
+    def test_one_that_is_used_stays(self, prefill: Prefill) -> None:
+        prefill.peering.ensure(D0)
         prefill.sender.used.add("d0#1")
         prefill.pass_time(UNNAMED_IDLE_S)
         prefill.sender.used.clear()
         prefill.pass_time(UNNAMED_IDLE_S / 2)
-        prefill.peering.ensure(decode)
+        prefill.peering.ensure(D0)
         prefill.pass_time(UNNAMED_IDLE_S / 2)
         assert prefill.sender.left == []
 
-    def test_one_that_a_router_names_stays(self, prefill: Prefill, decode: NodeRef) -> None:
-        prefill.peering.set_peers("router", [decode])
+    def test_one_that_a_router_names_stays(self, prefill: Prefill) -> None:
+        prefill.peering.set_peers("router", [D0])
         prefill.pass_time(UNNAMED_IDLE_S)
         assert prefill.sender.left == []
 
-    def test_one_that_is_needed_while_this_node_leaves_it_is_dialled_anew(
-        self, prefill: Prefill, decode: NodeRef
-    ) -> None:
-        prefill.peering.ensure(decode)
-        assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
+    def test_one_that_is_needed_while_this_node_leaves_it_is_dialled_anew(self, prefill: Prefill) -> None:
+        prefill.peering.ensure(D0)
+        prefill.control.connects("d0#1")
         prefill.pass_time(UNNAMED_IDLE_S)
         assert prefill.sender.left == ["d0#1"]
-        prefill.peering.ensure(decode)
-        assert prefill.sender.connected.get(timeout=PATIENCE_S) == "d0#1"
+        prefill.peering.ensure(D0)
+        assert prefill.dials() == ["d0#1"] * 2
         prefill.pass_time(0.5)
-        assert set(prefill.peering._peers) == {"d0#1"}
+        assert prefill.peers == {"d0#1"} and not prefill.control.hung_up
 
-    def test_the_one_used_longest_ago_makes_room(self, prefill: Prefill, silent: list[NodeRef]) -> None:
-        *first, late, later = silent[: MAX_UNNAMED_PEERS + 2]
-        for node in first:
-            prefill.peering.ensure(node)
-            prefill.clock.now += 0.1
+    def test_the_one_used_longest_ago_makes_room(self, prefill: Prefill) -> None:
+        *first, late, later = (node(f"d{i}#1") for i in range(MAX_UNNAMED_PEERS + 2))
+        for one in first:
+            prefill.peering.ensure(one)
+            prefill.now += 0.1
         prefill.sender.used.add("d0#1")
         prefill.peering.ensure(first[1])
-        prefill.clock.now += 0.1
-        for node in (late, later):
-            prefill.peering.ensure(node)
+        prefill.now += 0.1
+        for one in (late, later):
+            prefill.peering.ensure(one)
         assert prefill.sender.left == ["d2#1", "d3#1"]
         prefill.pass_time(0.5)
-        assert len(prefill.peering._peers) == MAX_UNNAMED_PEERS
+        assert len(prefill.peers) == MAX_UNNAMED_PEERS
 
-    def test_many_borrowers_do_not_close_the_links_of_each_other(
-        self, prefill: Prefill, silent: list[NodeRef]
-    ) -> None:
+    def test_many_borrowers_do_not_close_the_links_of_each_other(self, prefill: Prefill) -> None:
         """40 whose turns come in a circle: none would ever find the link that was built for it."""
-        lending = Lending(None, prefill.sender, prefill.peering, prefill.clock)  # type: ignore[arg-type]
-        first = {node.incarnation for node in silent[:MAX_UNNAMED_PEERS]}
+        nodes = [node(f"d{i}#1") for i in range(40)]
+        lending = Lending(None, prefill.sender, prefill.peering, lambda: prefill.now)  # type: ignore[arg-type]
         for _ in range(3):
-            for node in silent:
-                lending.start(Lend(ReqKey("router", "link"), node, None))
-                prefill.pass_time(LINK_KEPT_S / len(silent) / 2)
-        assert prefill.sender.left == [] and set(prefill.peering._peers) == first
+            for one in nodes:
+                lending.start(Lend(ReqKey("router", "link"), one, None))
+                prefill.pass_time(LINK_KEPT_S / len(nodes) / 2)
+        assert prefill.sender.left == []
+        assert prefill.peers == {one.incarnation for one in nodes[:MAX_UNNAMED_PEERS]}
         prefill.pass_time(LINK_KEPT_S)
-        for node in (silent[0], silent[-1]):
-            lending.start(Lend(ReqKey("router", "link"), node, None))
+        for one in (nodes[0], nodes[-1]):
+            lending.start(Lend(ReqKey("router", "link"), one, None))
         assert prefill.sender.left == ["d1#1"], "it had not asked for long"

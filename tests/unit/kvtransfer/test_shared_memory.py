@@ -84,7 +84,7 @@ def test_what_a_dead_peer_has_sent_is_not_read_from_its_slots(ends: Ends) -> Non
     ends.sender.send(ends.factory.new_slot(100), 50, 0, HEADER)
     ends.sender.abort()
     for _ in range(2):
-        with pytest.raises(LinkError, match="the peer is gone, and its slots with it"):
+        with pytest.raises(LinkError, match="the peer is gone"):
             arrival.wait(block=True)
 
 
@@ -92,13 +92,13 @@ def test_a_message_of_another_length_than_was_granted_ends_the_link(ends: Ends) 
     ends.sender.send(ends.factory.new_slot(100), 100, 0, HEADER)
     arrival = ends.receiver.recv(99, 0)
     for _ in range(2):  # asked again, it says so again
-        with pytest.raises(LinkError, match="of 100 bytes came where 0 of 99 was granted"):
+        with pytest.raises(LinkError, match=r"100 bytes .* 99 "):
             arrival.wait(block=True)
 
 
 def test_a_record_that_points_outside_its_slot_ends_the_link(ends: Ends) -> None:
     ends.sender.send(ends.factory.new_slot(100), 1 << 30, 0, HEADER)
-    with pytest.raises(LinkError, match="in slot 0, which has 100 bytes"):
+    with pytest.raises(LinkError, match=r"slot 0, .* 100 bytes"):
         ends.receiver.recv(1 << 30, 0).wait(block=True)
 
 

@@ -269,7 +269,7 @@ def test_a_prefill_node_waits_for_the_reservation_only_so_long(world: World) -> 
     assert world.p.live
     world.network.drop_next(CancelTransfer)
     world.run(0.2)
-    assert "reserved no pages in time" in world.p.ended[key(0)].reason
+    assert "no pages in time" in world.p.ended[key(0)].reason
     # The reservation comes after all: the decode node is told at once.
     world.d.open(key(0), "p0", 4, 0)
     world.run(0.1)
@@ -572,7 +572,7 @@ def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     advance(20, network, p, d)
     for end in (p.ended[key(0)], d.ended[key(0)]):
         assert not isinstance(end, Received)
-        assert "layouts differ in dtype: this node has 'float32', the peer has 'bfloat16'" in end.reason
+        assert "dtype: this node has 'float32', the peer has 'bfloat16'" in end.reason
     assert peer_states(p.side) == {"d0": "refused"}
     assert peer_states(d.side) == {"p0": "refused"}
     p.open(key(1), "d0", 4)
@@ -616,7 +616,7 @@ def test_pages_of_other_numerics_move_only_where_that_is_allowed(allowed: bool) 
     if allowed:
         assert isinstance(d.ended[key(0)], Received)
     else:
-        assert "layouts differ in numerics: this node has '', the peer has 'native" in p.ended[key(0)].reason
+        assert "numerics: this node has '', the peer has 'native" in p.ended[key(0)].reason
         assert all("numerics" in reason for side in (p.side, d.side) for reason in side.unreachable.values())
         assert len(p.side.unreachable) == len(d.side.unreachable) == 1, "routers are told"
 
@@ -635,8 +635,8 @@ def test_a_reservation_waits_for_its_peer_to_connect() -> None:
     d.open(key(1), "nobody", 4, 0)
     p.open(key(1), "nobody", 4)
     advance(200, network, p, d)
-    assert "no link to sending node nobody" in d.ended[key(1)].reason  # type: ignore[union-attr]
-    assert "no connection to receiving node nobody" in p.ended[key(1)].reason
+    assert "sending node nobody" in d.ended[key(1)].reason  # type: ignore[union-attr]
+    assert "receiving node nobody" in p.ended[key(1)].reason
 
 
 @pytest.mark.parametrize("silent_kill", [False, True], ids=["reported", "silent"])
@@ -692,7 +692,7 @@ def test_the_canary_alone_fails_transfers_of_a_dead_decode_node(new_world: NewWo
     open_both(world, rate=0, seconds=0.3)
     world.network.kill("d0")
     advance(5, world.network, world.p)
-    assert "link lost: the peer is gone" in world.p.ended[key(0)].reason
+    assert "the peer is gone" in world.p.ended[key(0)].reason
 
 
 def test_a_stopped_decode_node_fails_even_what_waits_for_its_reservation(world: World) -> None:

@@ -48,7 +48,7 @@ def test_any_flipped_bit_of_the_header_shows(void: bool) -> None:
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_chunk_than_the_granted_one_is_an_error_of_the_link(other: Envelope) -> None:
-    with pytest.raises(LinkError, match="not the chunk that was granted"):
+    with pytest.raises(LinkError, match="granted"):
         other.open(sealed())
 
 

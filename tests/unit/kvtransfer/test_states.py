@@ -108,20 +108,18 @@ def test_a_transfer_without_the_window_before_its_end_fails() -> None:
     transfer.offered(1, 4, 0.0)
     transfer.offered(5, 1, 0.0, has_windows=True)
     handoff = Handoff(transfer.key, 6, (5,), kv_len=24, digest=0, cached_tokens=0, stamps=())
-    with pytest.raises(
-        TransferError, match="page 4 is the first in the window; window pages came from page 5"
-    ):
+    with pytest.raises(TransferError, match=r"page 4 .*page 5"):
         transfer.handed_off(handoff)
 
 
 def test_window_pages_that_have_no_place_or_end_are_refused() -> None:
     transfer = windowed_transfer()
     transfer.offered(1, 1, 0.0)
-    with pytest.raises(TransferError, match="window pages from page 2 on, which have no place here"):
+    with pytest.raises(TransferError, match="page 2 "):
         transfer.offered(2, 4, 0.0, has_windows=True)
     transfer.offered(2, 1, 0.0)
     transfer.offered(3, 1, 0.0, has_windows=True)
-    with pytest.raises(TransferError, match="page 4 without a window page, behind one that has one"):
+    with pytest.raises(TransferError, match="page 4 without"):
         transfer.offered(4, 1, 0.0)
 
 

@@ -161,7 +161,7 @@ def test_experts_that_are_quantized_differently_are_refused(tmp_path: Path) -> N
     dense = make_model(tmp_path / "dense", "qwen3moe", **WIDE["qwen3moe"])
     how = compressed_tensors(8, ignore=("lm_head", ignored))
     folder = quantize_folder(dense, tmp_path / "quantized", how)
-    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.experts\.0\.down_proj .* differently"):
+    with pytest.raises(ModelError, match=r"layers\.2\.mlp\.experts\.0\.down_proj"):
         load(folder)
 
 

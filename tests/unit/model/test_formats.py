@@ -412,7 +412,7 @@ def test_weights_that_are_not_finite_are_not_quantized(tmp_path: Path, layer: st
     tensors = load_file(path)
     save_file(tensors | {f"{layer}.weight": with_last(tensors[f"{layer}.weight"], value)}, path)
     config = replace(load_model_config(tmp_path), quantization=quantize_on_load("int4"))
-    with pytest.raises(ModelError, match=f"{layer}: a scale is not finite"):
+    with pytest.raises(ModelError, match=f"{layer}: a scale"):
         load_weights(Checkpoint(tmp_path), config, dtype=torch.bfloat16, device=CPU)
 
 

@@ -98,18 +98,18 @@ def test_what_is_wrong_in_a_file_is_named(folder: Path, tmp_path: Path) -> None:
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.down_proj"
     tensors[f"{name}_scales"][3, 5, 1] = 255
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=rf"{name}: a scale is not finite"):
+    with pytest.raises(ModelError, match=rf"{name}: a scale"):
         load_weights(Checkpoint(tmp_path), load_model_config(tmp_path), dtype=torch.bfloat16, device=CPU)
     del tensors[f"{name}_blocks"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=rf"lack the tensor {name}_blocks"):
+    with pytest.raises(ModelError, match=rf"{name}_blocks"):
         load_weights(Checkpoint(tmp_path), load_model_config(tmp_path), dtype=torch.bfloat16, device=CPU)
 
 
 def test_widths_that_are_no_multiple_of_32_are_refused(tmp_path: Path) -> None:
     path = make_model(tmp_path, "gptoss", intermediate_size=40) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": mxfp4()[0]}))
-    with pytest.raises(ModelError, match="40 inputs are no multiple of its group_size 32"):
+    with pytest.raises(ModelError, match=r"40 .*group_size 32"):
         load_weights(DummyWeights(0, CPU), load_model_config(tmp_path), dtype=torch.bfloat16, device=CPU)
 
 

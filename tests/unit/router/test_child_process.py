@@ -47,7 +47,7 @@ async def test_a_child_that_was_never_ready_is_not_started_again() -> None:
     failing = child("raise SystemExit(3)")
     failing.start()
     assert failing.keeper is not None
-    with pytest.raises(ChildFailed, match="node n exited with code 3 before it was ready"):
+    with pytest.raises(ChildFailed, match=r"node n .*code 3 "):
         await failing.keeper
     await stop_all([failing], 5)
 
@@ -62,7 +62,7 @@ async def test_a_child_that_had_loaded_ends_for_good_only_when_it_gave_up(code: 
     waiting.start()
     assert waiting.keeper is not None
     if is_final:
-        with pytest.raises(ChildFailed, match=f"exited with code {code} before it was ready"):
+        with pytest.raises(ChildFailed, match=f"code {code} "):
             await waiting.keeper
     else:
         await eventually(lambda: exits or waiting.keeper.done())
@@ -93,7 +93,7 @@ async def test_a_child_that_can_never_be_started() -> None:
     impossible = child("#" * 10_000_000)
     impossible.start()
     assert impossible.keeper is not None
-    with pytest.raises(ChildFailed, match="could not be started: Argument list too long"):
+    with pytest.raises(ChildFailed, match="Argument list too long"):
         await impossible.keeper
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.protocol.messages import Decode, Finish, Prefill, Stop
+from shared.protocol.messages import Cancel, Decode, Finish, Prefill, Stop
 from tests.unit.router.fakes import (
     STORY,
     FakeNode,
@@ -84,3 +84,4 @@ async def test_the_node_is_told_to_stop_where_the_text_ended(model_folder: Path)
         answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
         stop = await decode.wait_for(Stop)
         assert stop.position == len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
+        assert not decode.all(Cancel)

@@ -244,35 +244,19 @@ async def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
 
 
 async def test_null_means_default_and_unknown_fields_are_tolerated(model_folder: Path) -> None:
+    sampling = {**dict.fromkeys(SAMPLING), "made_up": 1}
+    body = {**dict.fromkeys(NATIVE), "text": "a", "sampling_params": sampling, "whatever": {"x": 1}}
+    off = {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None}
+    native = {"return_routed_experts": [False], "return_bytes": False, "session_params": {}}
+    openai = {"return_token_ids": False, "return_hidden_states": False, "cache_salt": None}
     async with joined_pair(model_folder) as (nodes, _, client):
-        names = (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "max_new_tokens",
-            "n",
-            "stop",
-            "regex",
-            "json_schema",
-        )
-        body = {
-            "text": "a",
-            "sampling_params": {**dict.fromkeys(names), "made_up": 1},
-            **dict.fromkeys(("stream", "rid", "lora_path", "return_logprob", "input_ids", "image_data")),
-            "whatever": {"x": 1},
-        }
-        answer = await client.post("/generate", json=body)
-        assert answer.status_code == 200
+        assert (await client.post("/generate", json=body)).status_code == 200
         assert nodes[0].all(Prefill)[0].work.params.max_new_tokens == 128
-        off = {"use_beam_search": False, "bad_words": [], "allowed_token_ids": None}
-        native = {"return_routed_experts": [False], "return_bytes": False, "session_params": {}}
-        openai = {"return_token_ids": False, "return_hidden_states": False, "cache_salt": None}
-        for path, body in (
+        for path, harmless in (
             ("/generate", {"text": ["a"], "sampling_params": {**off, "min_tokens": 0}, **native}),
             ("/v1/completions", {"prompt": "a", **off, **openai}),
         ):
-            assert (await client.post(path, json=body)).status_code == 200
+            assert (await client.post(path, json=harmless)).status_code == 200
 
 
 async def test_routes_and_methods(model_folder: Path) -> None:
@@ -297,10 +281,7 @@ async def test_routes_and_methods(model_folder: Path) -> None:
 async def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
     http = HttpOptions(port=0, limits=HttpLimits(max_body_bytes=2000, max_batch_size=4))
     async with joined_pair(model_folder, http=http) as (_, _, client):
-        declared = await client.post("/generate", json={"text": "x" * 3000})
-        assert declared.status_code == 413
-        assert "2000 bytes (--max-body-bytes)" in declared.json()["error"]["message"]
-        chat = {"messages": HELLO}
+        assert (await client.post("/generate", json={"text": "x" * 3000})).status_code == 413
         for path, body, param in (
             ("/generate", {"text": ["a"] * 5}, "text"),
             ("/generate", {"input_ids": [[1]] * 5}, "input_ids"),
@@ -308,56 +289,43 @@ async def test_body_size_and_batch_size_are_bounded(model_folder: Path) -> None:
             ("/v1/completions", {"prompt": ["a"] * 5}, "prompt"),
             ("/v1/completions", {"prompt": ["a", "b"], "n": 3}, "n"),
             ("/v1/completions", {"prompt": ["a", "b"], "best_of": 3}, "best_of"),
-            ("/v1/chat/completions", {**chat, "n": 5}, "n"),
+            ("/v1/chat/completions", {"messages": HELLO, "n": 5}, "n"),
             ("/tokenize", {"prompt": ["a"] * 5}, "prompt"),
         ):
             check_refusal(await client.post(path, json=body), param)
 
 
-LIMITED: list[tuple[str, dict[str, object], str, str]] = [
-    ("/generate", {"input_ids": [[1], [1] * 41]}, "input_ids", "maximum context length is 40 tokens"),
-    ("/generate", {"text": "x " * 90}, "text", "maximum context length is 40 tokens"),
-    ("/v1/completions", {"prompt": [1] * 41}, "prompt", "(--max-prompt-tokens)"),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x " * 90}]},
-        "messages",
-        "40 are taken",
-    ),
+LONG = [{"role": "user", "content": "x " * 90}]
+LIMITED: list[tuple[str, dict[str, object], str]] = [
+    ("/generate", {"input_ids": [[1], [1] * 41]}, "input_ids"),
+    ("/generate", {"text": "x " * 90}, "text"),
+    ("/v1/completions", {"prompt": [1] * 41}, "prompt"),
+    ("/v1/chat/completions", {"messages": LONG}, "messages"),
 ]
+"""One more than the limits of the next test."""
 
 
 async def test_limits_that_the_operator_set(model_folder: Path) -> None:
     http = HttpOptions(port=0, limits=HttpLimits(max_prompt_tokens=40))
     async with joined_pair(model_folder, http=http) as (_, _, client):
-        for path, body, param, bound in LIMITED:
-            refused = await client.post(path, json=body)
-            check_refusal(refused, param)
-            assert bound in refused.json()["error"]["message"]
+        for path, body, param in LIMITED:
+            check_refusal(await client.post(path, json=body), param)
         at_the_limit = {"input_ids": [1] * 40, "sampling_params": {"max_new_tokens": 1}}
         assert (await client.post("/generate", json=at_the_limit)).status_code == 200
         assert (await client.get("/server_info")).json()["max_prompt_tokens"] == 40
 
 
 async def test_nothing_is_alive(model_folder: Path) -> None:
-    async with joined_router(model_folder, [], wait=False) as (_, client):
+    """A request waits no longer for a decode node than it may, though it looks for one once a second."""
+    dispatch = DispatchOptions(failover_timeout_s=0.01)
+    async with joined_router(model_folder, [], dispatch=dispatch, wait=False) as (_, client):
         health = await client.get("/health")
         assert health.status_code == 503 and health.json()["status"] == "starting"
-        for stream in (False, True):
-            async with asyncio.timeout(30):
-                response = await client.post("/generate", json={"text": "a", "stream": stream})
-            assert response.status_code == 503 and "there is none" in response.json()["error"]["message"]
-            assert response.headers["retry-after"]
-
-
-async def test_a_request_waits_no_longer_for_a_decode_node_than_it_may(model_folder: Path) -> None:
-    dispatch = DispatchOptions(failover_timeout_s=0.01)
-
-    async with joined_router(model_folder, [], dispatch=dispatch, wait=False) as (_, client):
         seconds: list[float] = []
-        for _ in range(5):
+        for stream in (False, True, False, True):
             began = time.monotonic()
-            assert (await client.post("/generate", json={"text": "a"})).status_code == 503
+            response = await client.post("/generate", json={"text": "a", "stream": stream})
+            assert response.status_code == 503 and response.headers["retry-after"]
             seconds.append(time.monotonic() - began)
         assert min(seconds) < 1, "that is how often it looks for one"
 
@@ -394,7 +362,6 @@ async def test_the_model_is_not_known_yet(path: str) -> None:
 
 async def test_a_prompt_without_room_for_output_names_its_field(model_folder: Path) -> None:
     long = [1] * 256
-
     async with joined_pair(model_folder) as (_, _, client):
         for path, body, param in (
             ("/generate", {"input_ids": long}, "input_ids"),
@@ -403,17 +370,12 @@ async def test_a_prompt_without_room_for_output_names_its_field(model_folder: Pa
         ):
             refused = await client.post(path, json=body)
             check_refusal(refused, param)
-            assert "This model's maximum context length is 200 tokens" in refused.text
             assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("br, gzip", 415), ("Identity", 200)])
 async def test_a_compressed_body_is_said_to_be_one(model_folder: Path, encoding: str, status: int) -> None:
     async with joined_pair(model_folder) as (_, _, client):
-        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
-            answer = await client.post(path, json=body, headers={"content-encoding": encoding})
-            assert answer.status_code == status
-            if status == 415:
-                error = answer.json()["error"]
-                assert f"content-encoding '{encoding}'" in error["message"]
-                assert error["type"] == "unsupported_media_type"
+        answer = await client.post("/generate", json={"text": "a"}, headers={"content-encoding": encoding})
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["type"] == "unsupported_media_type"

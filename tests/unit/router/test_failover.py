@@ -18,6 +18,7 @@ from shared.protocol.messages import (
     NodeLimits,
     NodeRef,
     Prefill,
+    ReqKey,
     ReqReport,
     Role,
     Stamp,
@@ -69,6 +70,7 @@ class TestTheNextAttempt:
         fleet.dispatcher.on_not_cached(first, old)
         assert req.key.attempt == 1 and req.nodes and not counted(fleet) and not req.stamps
         fleet.tell(req, 5, 6, by=first, key=old, finish=LENGTH)
+        fleet.tell(req, 5, 6, key=ReqKey("another router", old.rid, req.key.attempt), finish=LENGTH)
         fleet.fail(req, first, key=old)
         fleet.dispatcher.on_not_cached(first, old)
         assert (req.ended, req.key.attempt, req.output_ids) == (False, 1, [10, 11])
@@ -228,12 +230,21 @@ class TestFailures:
         assert counted(fleet) == {"node_failed": 1}
 
     @pytest.mark.parametrize("failed", [(400, None), (500, "regex")])
-    def test_a_failure_of_the_request_is_final(self, failed: tuple[int, str | None]) -> None:
-        fleet = Fleet(2)
+    @pytest.mark.parametrize("at", [0, 1])
+    def test_a_failure_of_the_request_is_final(self, at: int, failed: tuple[int, str | None]) -> None:
+        fleet = Fleet(1)
         req = fleet.start()
         status, param = failed
-        fleet.fail(req, decode_of(req), status, param=param)
+        fleet.fail(req, fleet.nodes[at], status, param=param)
         assert ended_with(req)[0] == status
+        assert [Cancel(req.key) in node.sent for node in fleet.nodes] == [at == 1, at == 0]
+
+    def test_a_first_token_that_ends_it_cancels_the_decode_node(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        fleet.tell(req, 0, by=fleet.prefills[0], finish=Finish("stop", 0))
+        assert req.ended and req.output_ids == [0]
+        assert [Cancel(req.key) in node.sent for node in fleet.nodes] == [False, True]
 
     def test_failovers_are_counted_when_they_are_sent(self) -> None:
         fleet = Fleet(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.protocol.messages import Cancel, Decode, Finish, Prefill, Stop
+from shared.protocol.messages import Cancel, Decode, Finish, Prefill
 from tests.unit.router.fakes import (
     LIMITS,
     STORY,
@@ -88,31 +88,6 @@ async def test_batch_and_choices_are_grouped_by_prompt(model_folder: Path) -> No
         assert len(listed.json()) == 1
 
 
-async def test_one_token_or_none_never_involves_the_decode_node(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as ((prefill, decode), _, client):
-        for wanted in (0, 1):
-            body = {"text": "hello there", "sampling_params": {"max_new_tokens": wanted}}
-            answer = (await client.post("/generate", json=body)).json()
-            assert answer["output_ids"] == prefill.story[:wanted]
-            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": wanted}
-        assert not decode.all(Decode)
-        assert all(sent.decode is None for sent in prefill.all(Prefill))
-
-
-async def test_stop_string_ends_it_on_the_node(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as ((_, decode), _, client):
-        decode.delay_s = 0.002
-        params = {"max_new_tokens": 100, "stop": ["never", "fox jumps"]}
-        for keep in (False, True):
-            body = {"text": "tell me", "sampling_params": {**params, "no_stop_trim": keep}}
-            answer = (await client.post("/generate", json=body)).json()
-            assert answer["text"] == "The quick brown " + ("fox jumps" if keep else "")
-            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "fox jumps"}
-            stop = await decode.wait_for(Stop, 2 if keep else 1)
-            assert stop.position == len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
-        assert not decode.all(Cancel)
-
-
 @pytest.mark.parametrize("keep", [False, True])
 async def test_the_stop_token_is_an_id_but_not_text(model_folder: Path, keep: bool) -> None:
     async def stop_early(node: FakeNode, message: Prefill | Decode) -> None:
@@ -132,8 +107,7 @@ async def test_too_long_is_400_and_too_much_is_clipped(model_folder: Path) -> No
         room = LIMITS.max_total_num_tokens
         full = await client.post("/generate", json={"input_ids": [1] * room})
         assert full.status_code == 400
-        message = full.json()["error"]["message"]
-        assert str(room) in message and "no room" in message
+        assert str(room) in full.json()["error"]["message"]
         clipped = await client.post(
             "/generate", json={"input_ids": [1] * (room - 3), "sampling_params": {"max_new_tokens": 10**30}}
         )
@@ -153,14 +127,21 @@ async def test_abort_keeps_what_was_generated(model_folder: Path) -> None:
         node.tokens(message.key, 0, node.story[:3])
 
     async with joined_pair(model_folder, decode=three) as ((_, decode), _, client):
-        body = {"text": ["a", "b"], "rid": "batch", "stream": False}
+
+        async def num_aborted(**what: object) -> int:
+            answer = await client.post("/abort_request", json=what)
+            assert answer.status_code == 200
+            return int(answer.json()["aborted"])
+
+        assert await num_aborted(rid="nobody") == 0
+        assert (await client.post("/abort_request", json={"rid": ""})).status_code == 400
+        body = {"text": ["a", "b"], "rid": ["_x", "y"], "sampling_params": {"n": 2}}
         asked = asyncio.create_task(client.post("/generate", json=body))
-        await decode.wait_for(Decode, 2)
+        await decode.wait_for(Decode, 4)
         await until_queued(client, 0)
-        aborted = await client.post("/abort_request", json={"rid": "batch"})
-        assert aborted.json()["aborted"] == 2
+        assert await num_aborted(rid="y") == await num_aborted(rid="", abort_all=True) == 2
         answers = (await asked).json()
-        assert [a["output_ids"] for a in answers] == [decode.story[:3]] * 2
-        reason = answers[0]["meta_info"]["finish_reason"]
-        assert reason["type"] == "abort" and reason["message"] and reason["status_code"] == 499
-        await decode.wait_for(Cancel, 2)
+        assert [answer["output_ids"] for answer in answers] == [decode.story[:3]] * 4
+        for reason in (answer["meta_info"]["finish_reason"] for answer in answers):
+            assert reason["type"] == "abort" and reason["message"] and reason["status_code"] == 499
+        await decode.wait_for(Cancel, 4)

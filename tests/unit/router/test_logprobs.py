@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import struct
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -16,7 +19,7 @@ from router.api.logprobs import NativeLogprobs, ScoredText
 from router.dispatch.running_req import RunningReq
 from router.request.generation import Generation
 from router.request.output_text import OutputText, StopConditions
-from router.request.prompt import MAX_ANSWER_LOGPROBS, Prompt
+from router.request.prompt import Prompt
 from router.text.tokenizer import INLINE_CHARS, Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
@@ -27,8 +30,6 @@ from tests.unit.router.fakes import (
     byte_level_tokenizer,
     events,
     joined_pair,
-    joined_router,
-    pair,
     tell_first_token,
 )
 from tests.unit.router.sample_tokenizers import KINDS, sample
@@ -46,8 +47,8 @@ def run(folder: Path, path: str, body: dict[str, Any], **scripts: object) -> tup
     """The answer (parsed, or a list of events), and the prefill node."""
 
     async def go() -> tuple[Any, FakeNode]:
-        nodes = pair(**{"prefill": scored_first_token, "decode": scored_story, **scripts})
-        async with nodes as (prefill, decode), joined_router(folder, [prefill, decode]) as (_, client):
+        both = {"prefill": scored_first_token, "decode": scored_story, **scripts}
+        async with joined_pair(folder, **both) as ((prefill, _decode), _, client):
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
             if body.get("stream"):
@@ -93,7 +94,13 @@ async def test_nobody_asks(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (nodes, _, client):
         meta = (await client.post("/generate", json=body)).json()["meta_info"]
         assert not [name for name in meta if "logprob" in name]
-        assert nodes[0].all(Prefill)[0].work.params.logprobs is None
+        chat = (await client.post("/v1/chat/completions", json={**CHAT, "logprobs": False})).json()
+        assert chat["choices"][0]["logprobs"] is None
+        echo = {"prompt": ["ab", "cd"], "max_tokens": 2, "echo": True, "n": 2}
+        choices = (await client.post("/v1/completions", json=echo)).json()["choices"]
+        assert [choice["text"][:2] for choice in choices] == ["ab", "ab", "cd", "cd"]
+        assert {choice["logprobs"] for choice in choices} == {None}
+        assert {sent.work.params.logprobs for sent in nodes[0].all(Prefill)} == {None}
 
 
 @pytest.mark.parametrize("prefill", [scored_first_token, silent_first_token], ids=["p_first", "d_alone"])
@@ -120,19 +127,14 @@ def test_everything_at_once(
     assert meta["output_token_ids_logprobs"] == [of_ids(i) for i in range(NUM_NEW)]
 
 
-def test_the_last_prompt_token_has_nothing_to_be_scored_by(model_folder: Path) -> None:
-    answer, _ = run(model_folder, "/generate", native(logprob_start_len=4, top_logprobs_num=1))
-    assert answer["meta_info"]["input_token_logprobs"] == [[None, 14, None]]
-    assert answer["meta_info"]["input_top_logprobs"] == [None]
-
-
-def test_score_only(model_folder: Path) -> None:
-    body = native(logprob_start_len=0, sampling_params={"max_new_tokens": 0})
-    answer, _ = run(model_folder, "/generate", body)
-    meta = answer["meta_info"]
-    assert meta["output_token_logprobs"] == []
-    expected = [[None, 10, None], *([value(i - 1000), 10 + i, None] for i in range(1, 5))]
-    assert meta["input_token_logprobs"] == expected
+@pytest.mark.parametrize(("start", "num_new"), [(4, NUM_NEW), (0, 0)], ids=["last token", "score only"])
+def test_the_first_token_has_nothing_to_be_scored_by(model_folder: Path, start: int, num_new: int) -> None:
+    body = native(logprob_start_len=start, top_logprobs_num=1, sampling_params={"max_new_tokens": num_new})
+    meta = run(model_folder, "/generate", body)[0]["meta_info"]
+    scored = [[value(i - 1000), 10 + i, None] for i in range(start + 1, 5)]
+    assert meta["input_token_logprobs"] == [[None, 10 + start, None], *scored]
+    assert meta["input_top_logprobs"][0] is None and len(meta["input_top_logprobs"]) == 5 - start
+    assert len(meta["output_token_logprobs"]) == num_new
 
 
 def test_a_stream_is_cumulative(model_folder: Path, story: list[int]) -> None:
@@ -187,9 +189,12 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": NUM_NEW, 
 COMPLETION = {"prompt": "The quick", "max_tokens": NUM_NEW, "logprobs": 2}
 
 
-@pytest.fixture(scope="module")
-def roomy() -> NodeLimits:
-    return NodeLimits(context_length=300_000, max_total_num_tokens=300_000, max_running_requests=8)
+@contextlib.asynccontextmanager
+async def roomy(folder: Path) -> AsyncIterator[tuple[FakeNode, httpx.AsyncClient]]:
+    """A client, and the prefill node of two with much room."""
+    scripts: Any = {"prefill": scored_first_token, "decode": scored_story}
+    async with joined_pair(folder, limits=NodeLimits(300_000, 300_000, 8), **scripts) as (nodes, _, client):
+        yield nodes[0], client
 
 
 WIDE = {"top_logprobs_num": 20, "token_ids_logprob": [7] * 983}  # 1024 numbers a token
@@ -197,54 +202,36 @@ MOST = MAX_INPUT_LOGPROBS // 1024
 
 
 ROW = [1] * (MOST + 1)
-TOO_MANY: list[tuple[dict[str, Any], str]] = [
-    (native(input_ids=[*ROW, 1], logprob_start_len=0, **WIDE), ""),
-    (native(input_ids=[[1], [*ROW, 1, 1]], logprob_start_len=[0, 1], **WIDE), "prompt 1: "),
-    (native(input_ids=[ROW] * 5, logprob_start_len=0, **WIDE), ""),
-    (native(input_ids=ROW, logprob_start_len=0, sampling_params={"n": 5}, **WIDE), ""),
-    ({"prompt": [1] * (MAX_INPUT_LOGPROBS // 41 + 2), "echo": True, "logprobs": 20}, ""),
+TOO_MANY: list[dict[str, Any]] = [
+    native(input_ids=[*ROW, 1], logprob_start_len=0, **WIDE),
+    native(input_ids=[[1], [*ROW, 1, 1]], logprob_start_len=[0, 1], **WIDE),
+    native(input_ids=[ROW] * 5, logprob_start_len=0, **WIDE),
+    native(input_ids=ROW, logprob_start_len=0, sampling_params={"n": 5}, **WIDE),
+    {"prompt": [1] * (MAX_INPUT_LOGPROBS // 41 + 2), "echo": True, "logprobs": 20},
 ]
-"""Requests, and which of their prompts is named."""
 
 
-async def test_more_numbers_than_can_be_told_are_refused_here(model_folder: Path, roomy: NodeLimits) -> None:
-    async with pair() as nodes:
-        for node in nodes:
-            node.limits = roomy
-        async with joined_router(model_folder, list(nodes)) as (_, client):
-            for body, where in TOO_MANY:
-                response = await client.post(
-                    "/v1/completions" if "prompt" in body else "/generate", json=body
-                )
-                assert response.status_code == 400, response.text
-                error = response.json()["error"]
-                assert error["param"] == ("logprobs" if "prompt" in body else "logprob_start_len")
-                assert error["message"].startswith(where)
-                assert any(
-                    f"{most}" in error["message"] for most in (MAX_INPUT_LOGPROBS, MAX_ANSWER_LOGPROBS)
-                )
-            assert not nodes[0].all(Prefill), "no node was asked"
+async def test_more_numbers_than_can_be_told_are_refused_here(model_folder: Path) -> None:
+    async with roomy(model_folder) as (prefill, client):
+        for body in TOO_MANY:
+            is_openai = "prompt" in body
+            response = await client.post("/v1/completions" if is_openai else "/generate", json=body)
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == ("logprobs" if is_openai else "logprob_start_len")
+        assert not prefill.all(Prefill), "no node was asked"
 
 
-async def test_the_most_numbers_fit_into_a_message_and_an_answer(
-    model_folder: Path, roomy: NodeLimits
-) -> None:
+async def test_the_most_numbers_fit_into_a_message_and_an_answer(model_folder: Path) -> None:
     """They come from both nodes, four times 2 MiB from each, and are told in one event for each choice."""
-    body = native(
-        input_ids=[1] * (MOST + 1), logprob_start_len=0, sampling_params={"max_new_tokens": 1, "n": 4}, **WIDE
-    )
-
-    async with pair(prefill=scored_first_token, decode=scored_story) as nodes:
-        for node in nodes:
-            node.limits = roomy
-        async with joined_router(model_folder, list(nodes)) as (_, client):
-            response = await client.post("/generate", json=body, timeout=PATIENCE_S)
-            assert response.status_code == 200, response.text
-            for answer in response.json():
-                meta = answer["meta_info"]
-                assert len(meta["input_token_logprobs"]) == MOST + 1
-                assert {len(row) for row in meta["input_token_ids_logprobs"][1:]} == {983}
-                assert meta["input_token_logprobs"][-1][0] == value(MOST - 1000)
+    body = native(input_ids=ROW, logprob_start_len=0, sampling_params={"max_new_tokens": 1, "n": 4}, **WIDE)
+    async with roomy(model_folder) as (_, client):
+        response = await client.post("/generate", json=body, timeout=PATIENCE_S)
+        assert response.status_code == 200, response.text
+        for answer in response.json():
+            meta = answer["meta_info"]
+            assert len(meta["input_token_logprobs"]) == MOST + 1
+            assert {len(row) for row in meta["input_token_ids_logprobs"][1:]} == {983}
+            assert meta["input_token_logprobs"][-1][0] == value(MOST - 1000)
 
 
 def test_a_stream_words_the_prompt_once() -> None:
@@ -311,12 +298,6 @@ class TestChat:
         seen, _ = run(model_folder, "/v1/chat/completions", {**CHAT, "stream": True})
         told = [e["choices"][0]["logprobs"]["content"] for e in seen if e["choices"][0]["logprobs"]]
         assert [entry["logprob"] for entry in itertools.chain(*told)] == [value(i) for i in range(NUM_NEW)]
-
-    async def test_nobody_asks(self, model_folder: Path) -> None:
-        async with joined_pair(model_folder) as (_, _, client):
-            body = {**CHAT, "logprobs": False}
-            answer = (await client.post("/v1/chat/completions", json=body)).json()
-            assert answer["choices"][0]["logprobs"] is None
 
 
 class TestCompletions:
@@ -399,8 +380,8 @@ class TestCompletions:
     async def test_a_long_echo_is_written_beside_the_loop(self, model_folder: Path, stream: bool) -> None:
         body = {**COMPLETION, "echo": True, "logprobs": 5, "prompt": [7] * 150, "stream": stream}
 
-        nodes = pair(prefill=scored_first_token, decode=scored_story)
-        async with nodes as pairs, joined_router(model_folder, [*pairs]) as (router, client):
+        scripts: Any = {"prefill": scored_first_token, "decode": scored_story}
+        async with joined_pair(model_folder, **scripts) as (pairs, router, client):
             workers = router.model.get().tokenizer.workers
             may_go_on = threading.Event()
             waiting = asyncio.create_task(workers.run(INLINE_CHARS + 1, lambda: may_go_on.wait(PATIENCE_S)))
@@ -439,10 +420,3 @@ class TestCompletions:
         assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
         for name, expected in whole["choices"][0]["logprobs"].items():
             assert list(itertools.chain(*(choice["logprobs"][name] for choice in choices))) == expected
-
-    async def test_echo_without_logprobs(self, model_folder: Path) -> None:
-        async with joined_pair(model_folder) as (_, _, client):
-            body = {"prompt": ["ab", "cd"], "max_tokens": 2, "echo": True, "n": 2}
-            answer = (await client.post("/v1/completions", json=body)).json()
-            assert [choice["text"][:2] for choice in answer["choices"]] == ["ab", "ab", "cd", "cd"]
-            assert {choice["logprobs"] for choice in answer["choices"]} == {None}

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
@@ -24,18 +24,14 @@ from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
-    Draining,
-    Failed,
     Leaving,
     Load,
     Loading,
     NodeHello,
     NodeRef,
-    Relay,
     ReqKey,
     Role,
     RouterToNode,
-    TokenEntry,
 )
 from shared.protocol.resolver import Resolver
 from shared.protocol.router_port import RouterPort
@@ -54,29 +50,11 @@ class Events:
         self.losses: list[Loss] = []
         self.reasons: list[str] = []
 
-    def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
-        raise AssertionError("nothing was asked for")
+    def _unheard(self, *about: object) -> None:
+        raise AssertionError(f"there is one router without a request: {about}")
 
-    def on_failed(self, node: Node, failed: Failed) -> None:
-        raise AssertionError("nothing was asked for")
-
-    def on_not_cached(self, node: Node, key: ReqKey) -> None:
-        raise AssertionError("nothing was asked for")
-
-    def on_draining(self, member: Member, draining: Draining) -> None:
-        raise AssertionError("no node is drained")
-
-    def on_relay(self, relay: Relay) -> None:
-        raise AssertionError("there is one router")
-
-    def on_moved(self, node: Node, key: ReqKey) -> None:
-        raise AssertionError("no request runs")
-
-    def on_runs_alone(self, node: Node, key: ReqKey) -> None:
-        raise AssertionError("no request runs")
-
-    def on_move_wanted(self, node: Node, keys: Sequence[ReqKey]) -> None:
-        raise AssertionError("no request runs")
+    on_tokens = on_failed = on_not_cached = on_moved = on_runs_alone = on_move_wanted = _unheard
+    on_draining = on_relay = _unheard
 
     def on_node_alive(self, node: Node) -> None:
         """There are no requests."""
@@ -245,31 +223,27 @@ async def test_a_router_that_stops_says_so() -> None:
         await node.wait_for(Leaving)
 
 
-@pytest.mark.parametrize("code", [0, 1])
-async def test_the_process_of_a_local_node_that_ended_without_an_error_has_not_crashed(code: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "loss"),
+    [
+        ("its process ends", Loss.LEFT),
+        ("its process fails", Loss.CRASHED),
+        ("it says that it leaves", Loss.LEFT),
+        ("it says that it crashed", Loss.CRASHED),
+        ("its connection is closed without a word", Loss.CRASHED),
+    ],
+)
+async def test_what_the_loss_of_a_node_says_of_its_process(how: str, loss: Loss) -> None:
     async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
         await dialled(membership, node)
-        membership.node_exited(node.node_id, Role.DECODE, f"exited with code {code}", crashed=code != 0)
+        if how.startswith("its process"):
+            membership.node_exited(node.node_id, Role.DECODE, how, crashed=how.endswith("fails"))
+        elif how.startswith("it says"):
+            node.send(Leaving(how, crashed=how.endswith("crashed")))
+        else:
+            await node.stop()
         await eventually(lambda: bool(events.lost))
-        assert events.losses == [Loss.CRASHED if code else Loss.LEFT]
-
-
-@pytest.mark.parametrize("crashed", [False, True])
-async def test_a_node_that_leaves_says_whether_it_crashed(crashed: bool) -> None:
-    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-        member = await dialled(membership, node)
-        node.send(Leaving("it says why", crashed=crashed))
-        await eventually(lambda: bool(events.lost))
-        assert member.reason == "it says why"
-        assert events.losses == [Loss.CRASHED if crashed else Loss.LEFT]
-
-
-async def test_a_connection_that_is_closed_without_a_word_is_a_crash() -> None:
-    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
-        await dialled(membership, node)
-        await node.stop()
-        await eventually(lambda: bool(events.lost))
-        assert events.losses == [Loss.CRASHED]
+        assert events.losses == [loss] and (how in events.reasons or how.startswith("its connection"))
 
 
 @pytest.mark.parametrize("how", ["silent", "exited"])

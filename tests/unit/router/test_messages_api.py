@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from router.http.config import HttpOptions
-from shared.protocol.messages import Decode, Failed, NodeLimits, Prefill
-from tests.patience import eventually
+from shared.protocol.messages import Decode, Failed, Prefill
 from tests.unit.router.fakes import (
     FakeNode,
     byte_level_tokenizer,
     joined_pair,
     joined_router,
-    pair,
     write_model,
 )
-from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, TEMPLATE, tells
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, TEMPLATE, saying, tells
 from tests.unit.router.test_responses_api import prompt_of
 
 TOOLS: Any = [{"name": "weather", "input_schema": CITY, "cache_control": {"type": "ephemeral"}}]
@@ -35,28 +30,8 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    folder: Path, text: str, finish: str = "stop"
-) -> AsyncIterator[tuple[httpx.AsyncClient, FakeNode]]:
-    """A client, and the decode node of a model that always says `text`."""
-    first, rest = tells(text, finish)
-    async with pair(prefill=first, decode=rest) as nodes:
-        for node in nodes:
-            node.limits = NodeLimits(context_length=1024, max_total_num_tokens=1024, max_running_requests=8)
-        options = HttpOptions(port=0, served_model_name="tiny", api_keys=("red",))
-        async with joined_router(folder, list(nodes), http=options, wait=False) as (_, http):
-            http.headers["x-api-key"] = "red"
-
-            async def is_up() -> bool:
-                return (await http.get("/health")).status_code == 200
-
-            await eventually(is_up)
-            yield http, nodes[1]
-
-
 async def test_an_answer_with_thinking_text_and_a_call(hermes: Path) -> None:
-    async with serving(hermes, AUTO) as (http, decode):
+    async with saying(hermes, AUTO) as (http, decode):
         system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
         answer = (await http.post("/v1/messages", json={**ASKED, "tools": TOOLS, "system": system})).json()
         assert prompt_of(decode).endswith("<system>Be brief.<user>Warm?<assistant>")
@@ -73,7 +48,7 @@ async def test_an_answer_with_thinking_text_and_a_call(hermes: Path) -> None:
 
 
 async def test_a_stream(hermes: Path) -> None:
-    async with serving(hermes, AUTO) as (http, _):
+    async with saying(hermes, AUTO) as (http, _):
         body = (await http.post("/v1/messages", json={**ASKED, "tools": TOOLS, "stream": True})).text
         events = []
         for event in body.strip().split("\n\n"):
@@ -114,7 +89,7 @@ async def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> 
         },
     ]
 
-    async with serving(hermes, "fine") as (http, decode):
+    async with saying(hermes, "fine") as (http, decode):
         asked = {**ASKED, "messages": messages, "stop_sequences": ["n"], "thinking": {"type": "disabled"}}
         answer = (await http.post("/v1/messages", json=asked)).json()
         prompt = f"<user>Warm?<assistant>I look.(weather {ARGUMENTS})<tool>21<user>Well?<assistant>"
@@ -126,7 +101,7 @@ async def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> 
 
 
 async def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> None:
-    async with serving(write_model(tmp_path / "plain", chat_template=TEMPLATE), "fine") as (http, _):
+    async with saying(write_model(tmp_path / "plain", chat_template=TEMPLATE), "fine") as (http, _):
         for stream in (False, True):
             asked = {**ASKED, "stop_sequences": ["ex"], "stream": stream}
             body = (await http.post("/v1/messages", json=asked)).text
@@ -141,7 +116,7 @@ async def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> N
 async def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict[str, Any]) -> None:
     folder = write_model(tmp_path / "plain", chat_template=TEMPLATE)
     text = f'<tool_call>\n{{"name": "weather", "arguments": {text}'
-    async with serving(folder, text, "length") as (http, _):
+    async with saying(folder, text, "length") as (http, _):
         asked = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
         answer = (await http.post("/v1/messages", json=asked)).json()
         assert answer["stop_reason"] == "max_tokens"
@@ -150,7 +125,7 @@ async def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict
 
 async def test_errors_have_their_own_form(hermes: Path) -> None:
     image = [{"role": "user", "content": [{"type": "image"}]}]
-    async with serving(hermes, "fine") as (http, _):
+    async with saying(hermes, "fine") as (http, _):
         for fields, status, kind, named in (
             ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
             ({"model": "other"}, 404, "not_found_error", "other"),
@@ -162,8 +137,16 @@ async def test_errors_have_their_own_form(hermes: Path) -> None:
             told = refused.json()
             assert (refused.status_code, told["type"], told["error"]["type"]) == (status, "error", kind)
             assert named in told["error"]["message"]
-        unknown = await http.post("/v1/messages", json=ASKED, headers={"x-api-key": "blue"})
-        assert unknown.status_code == 401 and unknown.json()["error"]["type"] == "authentication_error"
+
+
+async def test_a_key_in_the_header_of_its_clients(hermes: Path) -> None:
+    options = HttpOptions(port=0, served_model_name="tiny", api_keys=("red",))
+    async with joined_router(hermes, [], http=options, wait=False) as (_, http):
+        known, unknown = [
+            await http.post("/v1/messages", json=ASKED, headers={"x-api-key": key}) for key in ("red", "blue")
+        ]
+        assert (known.status_code, unknown.status_code) == (503, 401)
+        assert unknown.json()["error"]["type"] == "authentication_error"
 
 
 async def test_a_failure_in_the_middle_of_a_stream(hermes: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from prometheus_client.metrics_core import Metric
 
 from router.dispatch.running_req import Cause
 from shared.protocol.messages import Finish, Load
+from tests.patience import eventually
 from tests.unit.router.dispatched import Fleet, families
 from tests.unit.router.fakes import joined_pair, write_model
 
@@ -52,8 +54,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metric]:
 
     async def run() -> str:
         async with joined_pair(model) as (nodes, _, client):
-            nodes[1].load = Load(num_pages=10, num_free_pages=4, num_held_pages=2, num_links=1)
-            assert (await client.post("/generate", json={"text": "a"})).status_code == 200
+            nodes[1].load = Load(num_pages=10, num_free_pages=4, num_held_pages=2, num_links=1, num_running=3)
+            before = families((await client.get("/metrics")).text)["sglang:num_aborted_requests"]
+            assert [sample.value for sample in before.samples] == [0]
+            body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
+            assert (await client.post("/generate", json=body)).status_code == 200
             response = await client.get("/metrics")
             assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
             return response.text
@@ -83,8 +88,36 @@ def test_of_the_router(exported: dict[str, Metric], name: str) -> None:
 def test_stages(exported: dict[str, Metric]) -> None:
     family = exported["baton:stage_duration_seconds"]
     assert family.type == "histogram"
-    seen = {(s.labels["role"], s.labels["stage"]) for s in family.samples}
-    assert seen >= {("prefill", "queued"), ("decode", "transferring")}
+    of = {(s.labels["role"], s.labels["stage"]): s.value for s in family.samples if s.name.endswith("_sum")}
+    assert of["prefill", "queued"] == 0.5 and ("decode", "transferring") in of
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sglang:prompt_tokens_total", 3),
+        ("sglang:generation_tokens_total", 5),
+        ("sglang:cached_tokens_total", 2),
+        ("sglang:num_requests_total", 1),
+        ("sglang:time_to_first_token_seconds_count", 1),
+        ("sglang:inter_token_latency_seconds_count", 4),
+        ("sglang:e2e_request_latency_seconds_count", 1),
+        ("baton:kv_transfer_seconds_count", 1),
+    ],
+)
+def test_what_one_request_counts(exported: dict[str, Metric], name: str, value: float) -> None:
+    samples = (sample for family in exported.values() for sample in family.samples)
+    assert [sample.value for sample in samples if sample.name == name] == [value]
+
+
+async def test_a_node_that_is_lost_has_no_figures(model_folder: Path) -> None:
+    async with joined_pair(model_folder) as ((_, decode), _, client):
+        await decode.stop()
+
+        async def forgotten() -> bool:
+            return 'node="decode-0"' not in (await client.get("/metrics")).text
+
+        await eventually(forgotten)
 
 
 def test_every_cause_of_failovers_is_told_before_there_is_one(exported: dict[str, Metric]) -> None:
@@ -100,6 +133,7 @@ def test_figures_of_nodes_are_those_of_their_pongs(exported: dict[str, Metric]) 
         return value
 
     assert (of_decode("baton:num_free_pages"), of_decode("baton:num_held_pages")) == (4, 2)
+    assert of_decode("sglang:num_running_reqs") == 3
     assert (of_decode("sglang:token_usage"), of_decode("baton:links_up")) == (pytest.approx(0.6), 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from shared.protocol.messages import Decode, Finish, Prefill
 from shared.protocol.sampling_params import Grammar, SamplingParams, TokenBias
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_pair, one_then_nothing
+from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_pair
 from tests.unit.router.test_logprobs import scored_first_token, scored_story
 
 EVERYTHING: dict[str, Any] = {
@@ -140,28 +139,8 @@ async def scored_unless_silent(node: FakeNode, message: Prefill | Decode) -> Non
         await scored_story(node, message)
 
 
-async def test_aborting(model_folder: Path) -> None:
-    async with joined_pair(model_folder, decode=one_then_nothing) as (nodes, _, client):
-        nobody = await client.post("/abort_request", json={"rid": "nobody"})
-        assert nobody.status_code == 200 and nobody.json()["aborted"] == 0
-        assert (await client.post("/abort_request", json={"rid": ""})).status_code == 400
-        body = {"text": ["a", "b"], "rid": ["_x", "y"], "sampling_params": {"n": 2}}
-        asked = asyncio.create_task(client.post("/generate", json=body))
-        await nodes[1].wait_for(Decode, 4)
-        assert (await client.post("/abort_request", json={"rid": "y"})).json()["aborted"] == 2
-        everything = {"rid": "", "abort_all": True}
-        assert (await client.post("/abort_request", json=everything)).json()["aborted"] == 2
-        reasons = [a["meta_info"]["finish_reason"]["type"] for a in (await asked).json()]
-        assert reasons == ["abort"] * 4
-
-
-async def test_information_that_clients_ask_for(model_folder: Path) -> None:
+async def test_tokens_of_a_text_and_back(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (_, _, client):
-        model = (await client.get("/get_model_info")).json()
-        assert (model["max_model_len"], model["weight_version"]) == (256, "default")
-        server = (await client.get("/get_server_info")).json()
-        assert server["max_model_len"] == 256
-        assert (server["quantization"], server["kv_cache_dtype"]) == (None, "float32")
         for path in ("/tokenize", "/v1/tokenize"):
             found = (await client.post(path, json={"prompt": "The quick"})).json()
             assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 256
@@ -176,36 +155,26 @@ async def test_information_that_clients_ask_for(model_folder: Path) -> None:
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_folder: Path) -> None:
     longest = max(map(len, byte_level_tokenizer().get_vocab()))
-    most = 256 * longest
-    part = f"has {most + 1} characters, more than 256 tokens of at most {longest} can hold"
-    long = "a" * (most + 1)
-    bodies = {
-        "/generate": {"text": ["a", long]},
-        "/v1/completions": {"prompt": long},
-        "/tokenize": {"prompt": long},
-        "/v1/chat/completions": {
-            "messages": [{"role": "user", "content": long[len("<|user|><|assistant|>") :]}]
-        },
-    }
-
+    long = "a" * (256 * longest + 1)
+    chat = [{"role": "user", "content": long[len("<|user|><|assistant|>") :]}]
     async with joined_pair(model_folder) as (_, _, client):
-        for path, body in bodies.items():
+        for path, body in (
+            ("/generate", {"text": ["a", long]}),
+            ("/v1/completions", {"prompt": long}),
+            ("/tokenize", {"prompt": long}),
+            ("/v1/chat/completions", {"messages": chat}),
+        ):
             refused = await client.post(path, json=body)
-            assert refused.status_code == 400
-            error = refused.json()["error"]
-            assert part in error["message"] and error["code"] == "context_length_exceeded"
-            assert "This model's maximum context length is 256 tokens" in error["message"]
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert f"{len(long)} characters" in refused.text
         fits = await client.post("/generate", json={"text": long[:-1]})
-        assert "tokens, which leaves no room" in fits.json()["error"]["message"]
+        assert "characters" not in fits.text, "it is tokenized"
 
 
 async def test_a_body_of_nothing_but_lists_or_fields_is_not_decoded(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (_, _, client):
         tiny = b'{"input_ids": [' + b"[1]," * (1 << 18) + b"[1]]}"
-        refused = await client.post("/generate", content=tiny)
-        assert refused.status_code == 400
-        assert "more than 262144 lists and objects" in refused.json()["error"]["message"]
-        fields = b",".join(b'"%x" :1' % i for i in range((1 << 19) + 1))
-        refused = await client.post("/generate", content=b"{" + fields + b"}")
-        assert refused.status_code == 400
-        assert "more than 524288 fields" in refused.json()["error"]["message"]
+        fields = b"{" + b",".join(b'"%x" :1' % i for i in range((1 << 19) + 1)) + b"}"
+        for body, most in ((tiny, 1 << 18), (fields, 1 << 19)):
+            refused = await client.post("/generate", content=body)
+            assert refused.status_code == 400 and str(most) in refused.text

@@ -148,11 +148,14 @@ class TestWhichNodeEvictsFirst:
         assert self.told(Fleet(1), 4, max_new_tokens=1) == {(False, None): 4}
 
 
-def test_one_token_needs_no_link() -> None:
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_one_token_or_none_needs_no_decode_node_and_no_link(wanted: int) -> None:
     fleet = Fleet(1)
     fleet.prefills[0].load = Load(unreachable={fleet.decodes[0].ref.incarnation: "connection refused"})
-    req = fleet.start(max_new_tokens=1)
-    assert [node.ref.node_id for node in req.nodes] == ["p0"]
+    req = fleet.start(max_new_tokens=wanted)
+    assert req.nodes == tuple(fleet.prefills) and fleet.prefills[0].last(Prefill).decode is None
+    fleet.tell(req, *range(wanted), finish=Finish("length"))
+    assert req.output_ids == [*range(wanted)] and not fleet.decodes[0].sent
 
 
 def test_a_decode_node_with_room_for_one_token_gets_no_pages() -> None:
@@ -161,6 +164,18 @@ def test_a_decode_node_with_room_for_one_token_gets_no_pages() -> None:
     req = fleet.start(max_new_tokens=50)
     assert [node.ref.node_id for node in req.nodes] == ["p0"]
     assert req.work.params.max_new_tokens == 1
+
+
+@pytest.mark.parametrize("wanted", [1, 12])
+def test_a_prompt_too_long_for_the_prefill_node_goes_to_the_decode_node_alone(wanted: int) -> None:
+    fleet = Fleet(1)
+    fleet.prefills[0].limits = NodeLimits(len(IDS) - 1, 65_536, 64)
+    assert fleet.start(max_new_tokens=wanted).nodes == tuple(fleet.decodes)
+
+
+def test_one_node_for_both_roles() -> None:
+    fleet = Fleet(1, num_prefill=0)
+    assert fleet.start().nodes == tuple(fleet.decodes)
 
 
 @pytest.mark.parametrize(("split", "nodes"), [(True, ["p0", "d000"]), (False, ["d000"])])

@@ -19,7 +19,7 @@ from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import eventually
-from tests.unit.router.fakes import FakeNode, joined_pair, joined_router, one_then_nothing, pair, say_nothing
+from tests.unit.router.fakes import FakeNode, joined_pair, joined_router, one_then_nothing, say_nothing
 
 LOGGED = HttpOptions(port=0, served_model_name="tiny", log_requests=True)
 SECRET = "xyzzy"
@@ -143,35 +143,20 @@ async def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
     async with joined_router(model_folder, [], http=http, dispatch=dispatch, wait=False) as (_, client):
         for path in ("/metrics", "/live/state"):
             assert (await client.get(path, headers=known)).status_code == 200
+        generate, chat = ("POST", "/generate", known), ("POST", "/v1/chat/completions", known)
+        pattern = {**BODY, "sampling_params": {"stop_regex": "("}}
+        bias = {**BODY, "sampling_params": {"logit_bias": {SECRET: "q"}}}
         requests: Sequence[tuple[str, str, dict[str, str], object, list[str]]] = (
             ("GET", "/health", {}, None, ["GET /health", "503"]),
             ("GET", f"/v1/models?key={SECRET}", {}, None, ["GET /v1/models", "401"]),
             ("GET", "/v1/models/other", known, None, ["GET /v1/models/{model_id:path}", "404", "model"]),
             ("GET", "/no/where", known, None, ["GET /no/where", "404"]),
             ("GET", "/no" + "o" * 500, known, None, ["GET /no" + "o" * 97, "404"]),
-            ("POST", "/generate", known, {**BODY, "stream": SECRET}, ["POST /generate", "400", "stream"]),
-            ("POST", "/generate", known, BODY, ["POST /generate", "503"]),
-            (
-                "POST",
-                "/generate",
-                known,
-                {**BODY, "sampling_params": {"stop_regex": "("}},
-                ["POST /generate", "400", "sampling_params.stop_regex"],
-            ),
-            (
-                "POST",
-                "/generate",
-                known,
-                {**BODY, "sampling_params": {"logit_bias": {SECRET: "q"}}},
-                ["POST /generate", "400", "sampling_params.logit_bias"],
-            ),
-            (
-                "POST",
-                "/v1/chat/completions",
-                known,
-                {"messages": []},
-                ["POST /v1/chat/completions", "400", "messages"],
-            ),
+            (*generate, {**BODY, "stream": SECRET}, ["POST /generate", "400", "stream"]),
+            (*generate, BODY, ["POST /generate", "503"]),
+            (*generate, pattern, ["POST /generate", "400", "sampling_params.stop_regex"]),
+            (*generate, bias, ["POST /generate", "400", "sampling_params.logit_bias"]),
+            (*chat, {"messages": []}, ["POST /v1/chat/completions", "400", "messages"]),
         )
         for count, (method, path, headers, body, expected) in enumerate(requests, 1):
             await client.request(method, path, headers=headers, json=body)
@@ -182,10 +167,9 @@ async def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
 
 async def test_a_full_queue_is_told(model_folder: Path, told: Told) -> None:
     dispatch = DispatchOptions(local_prefill_tokens=0, max_queued_requests=1)
-    async with (
-        pair(prefill=say_nothing, decode=say_nothing) as nodes,
-        joined_router(model_folder, list(nodes), http=LOGGED, dispatch=dispatch) as (_, client),
-    ):
+    async with joined_pair(
+        model_folder, prefill=say_nothing, decode=say_nothing, http=LOGGED, dispatch=dispatch
+    ) as (nodes, _, client):
         before = len(told.events)
         waiting = asyncio.create_task(client.post("/generate", json=BODY))
         await nodes[1].wait_for(Decode)

@@ -56,7 +56,7 @@ def test_the_body_counts_before_the_header() -> None:
 
 
 def test_a_header_is_bounded_too() -> None:
-    with pytest.raises(RequestError, match="routing_key must be at most 256"):
+    with pytest.raises(RequestError, match=r"routing_key .*256"):
         read_routing_key(None, {"x-smg-routing-key": "x" * 257})
 
 
@@ -65,5 +65,5 @@ def test_a_header_is_bounded_too() -> None:
 def test_the_bounds_of_a_priority_are_taken(kind: type[Body], priority: int) -> None:
     needed = {"prompt": "a", **CHAT}
     assert validate(kind, {**needed, "priority": priority}).priority == priority  # type: ignore[attr-defined]
-    with pytest.raises(RequestError, match="priority must be"):
+    with pytest.raises(RequestError, match="priority"):
         validate(kind, {**needed, "priority": priority * 1001 // 1000})

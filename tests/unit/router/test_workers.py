@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,21 +133,6 @@ def test_nothing_is_left_of_a_supervisor_that_was_killed(tmp_path: Path, model_f
         router.end()
         router.assert_no_orphan()
         stream.end()
-
-
-def test_a_port_that_another_router_shares_is_refused(tmp_path: Path, model_folder: Path) -> None:
-    write_packages(tmp_path)
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        router = TwoRouters(tmp_path, model_folder, "--port", str(other.getsockname()[1]))
-        try:
-            assert router.end() == 2
-        finally:
-            router.process.kill()
-            router.end()
-    assert "choose another --port" in router.stderr and not router.children
 
 
 def test_a_supervisor_that_starts_waits_for_nothing_when_told_to_stop(

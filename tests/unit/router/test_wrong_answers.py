@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import zmq
@@ -27,17 +25,17 @@ from shared.protocol.messages import (
     Flush,
     NodeHello,
     NodeRef,
-    NotCached,
     Prefill,
     ReqReport,
     Role,
     Struct,
     TokenEntry,
-    Tokens,
 )
+from tests.patience import eventually
 from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet, decode_of
 from tests.unit.router.dispatched import FakeNode as FakeOfDispatcher
 from tests.unit.router.fakes import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, joined_router, tell_story
+from tests.unit.router.test_membership import dialled, new_membership
 
 NUM_NEW = 6
 ONE, LENGTH = Logprobs(bytes(4), bytes(4), bytes(4)), Finish("length")
@@ -231,63 +229,41 @@ def test_it_ends_with_the_reason_when_every_node_lies(lie: str) -> None:
     assert num_sent < 10
 
 
-Lie = Callable[[FakeNode, Decode], None]
+def told_as(*entry: object) -> bytes:
+    """A message of tokens whose entry may be anything."""
+    return msgspec.msgpack.encode(["Tokens", [[["router", "1", 0], *entry]]])
 
 
-def raw(payload: bytes) -> Lie:
-    def send(node: FakeNode, message: Decode) -> None:
-        node._socket.send_multipart([node._router, payload], zmq.DONTWAIT)
-
-    return send
-
-
-def says(lie: list[dict[str, Any]]) -> Lie:
-    def send(node: FakeNode, message: Decode) -> None:
-        for fields in lie:
-            node.send(Tokens((TokenEntry(message.key, **fields),)), message.key.router)
-
-    return send
-
-
-def told_raw(*entry: object) -> Lie:
-    def send(node: FakeNode, message: Decode) -> None:
-        key = msgspec.to_builtins(message.key)
-        raw(msgspec.msgpack.encode(["Tokens", [[key, *entry]]]))(node, message)
-
-    return send
-
-
-OVER_THE_WIRE: dict[str, Lie] = {
-    **{
-        name: says(LIES[name])
-        for name in ("the lowest id", "a position that jumps", "a finish without a token")
-    },
-    "an id of a larger vocabulary": says(told(at(0, byte_level_tokenizer().get_vocab_size()))),
-    "more cached than there is": says(told(at(0, 5, report=ReqReport(cached_tokens=2)))),
-    "an id that is a string": told_raw(0, ["5"]),
-    "an id that is a float": told_raw(0, [5.5]),
-    "an id beyond 64 bits": raw(b"\x92\xa6Tokens\x91\x93\x93\xa1a\xa1b\x00\x00\x91" + b"\xcf" + b"\xff" * 7),
-    "a position that is nothing": told_raw(None, [5]),
-    "logprobs whose parts do not fit": told_raw(0, [5], None, None, [b"\0" * 4, b"\0" * 3, b"", b""]),
-    "a stamp of the year 5000": told_raw(0, [5], None, [1, [["decode", "queued", 1e11]]]),
-    "no message": raw(b"\xc1"),
-    "an empty message": raw(b""),
-    "a message of the other direction": raw(msgspec.msgpack.encode(Flush(1))),
-    "not UTF-8": raw(b"\x92\xa7Leaving\xa2\xff\xfe"),
-    "nested without end": raw(b"\x92\xa6Tokens" + b"\x91" * 50_000 + b"\x00"),
-    "a prompt that is not cached": lambda node, message: node.send(
-        NotCached(message.key), message.key.router
-    ),
+NO_MESSAGES: dict[str, bytes] = {
+    "an id that is a string": told_as(0, ["5"]),
+    "an id that is a float": told_as(0, [5.5]),
+    "a position that is nothing": told_as(None, [5]),
+    "logprobs whose parts do not fit": told_as(0, [5], None, None, [b"\0" * 4, b"\0" * 3, b"", b""]),
+    "a stamp of the year 5000": told_as(0, [5], None, [1, [["decode", "queued", 1e11]]]),
+    "no message": b"\xc1",
+    "an empty message": b"",
+    "a message of the other direction": msgspec.msgpack.encode(Flush(1)),
+    "not UTF-8": b"\x92\xa7Leaving\xa2\xff\xfe",
+    "nested without end": b"\x92\xa6Tokens" + b"\x91" * 50_000 + b"\x00",
 }
 
 
-@asynccontextmanager
-async def beside_a_liar(model_folder: Path, lie: Lie) -> AsyncIterator[tuple[FakeNode, httpx.AsyncClient]]:
-    """Two decode nodes, of which one tells the truth."""
+@pytest.mark.parametrize("payload", NO_MESSAGES.values(), ids=NO_MESSAGES)
+async def test_what_is_no_message_breaks_the_connection(payload: bytes) -> None:
+    async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
+        await dialled(membership, node)
+        node._socket.send_multipart([node._router, payload], zmq.DONTWAIT)
+        await eventually(lambda: bool(events.lost))
+        assert events.losses == [Loss.BROKEN]
 
+
+@pytest.mark.parametrize("lie", ["an id of a larger vocabulary", "no message"])
+async def test_the_client_sees_none_of_it(model_folder: Path, lie: str) -> None:
     async def lie_and_fall_silent(node: FakeNode, message: Prefill | Decode) -> None:
-        assert isinstance(message, Decode)
-        lie(node, message)
+        if lie == "no message":
+            node._socket.send_multipart([node._router, NO_MESSAGES[lie]], zmq.DONTWAIT)
+        else:
+            node.tokens(message.key, 0, [byte_level_tokenizer().get_vocab_size()])
 
     dispatch = DispatchOptions(local_prefill_tokens=0, stall_timeout_s=3.0, decode_policy="round-robin")
     async with (
@@ -295,12 +271,6 @@ async def beside_a_liar(model_folder: Path, lie: Lie) -> AsyncIterator[tuple[Fak
         FakeNode(Role.DECODE, "honest", script=tell_story) as honest,
         joined_router(model_folder, [liar, honest], dispatch=dispatch) as (_, client),
     ):
-        yield liar, client
-
-
-@pytest.mark.parametrize("lie", [pytest.param(lie, id=name) for name, lie in OVER_THE_WIRE.items()])
-async def test_the_client_sees_none_of_it(model_folder: Path, lie: Lie) -> None:
-    async with beside_a_liar(model_folder, lie) as (liar, client):
         for streams in (False, True):
             num_before = len(liar.all(Decode))
             while len(liar.all(Decode)) == num_before:

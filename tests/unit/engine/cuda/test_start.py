@@ -200,14 +200,14 @@ def test_a_broken_engine_is_refused(
     folder: Path, rigs: list[SelfTestRig], decoder: type[Decoder], problem: str
 ) -> None:
     rigs.append(SelfTestRig(folder, decoder, torch.float32, 16))
-    with pytest.raises(ConfigError, match=f"the self test on cpu failed: {problem}.*torch"):
+    with pytest.raises(ConfigError, match=f"{problem}.*torch"):
         rigs[0].run()
 
 
 def test_a_backend_that_promises_equal_bits_is_held_to_it(folder: Path, rigs: list[SelfTestRig]) -> None:
     rigs.append(SelfTestRig(folder, LastBits, torch.float32, 16))
     rigs[0].bound.backend.is_exact = True
-    with pytest.raises(ConfigError, match="gave different bits, which this backend promises not to do"):
+    with pytest.raises(ConfigError, match="different bits"):
         rigs[0].run()
 
 
