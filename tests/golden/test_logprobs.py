@@ -90,17 +90,23 @@ def tokens(zoo: Zoo) -> list[int]:
 
 
 @topologies
-@pytest.mark.parametrize("start_len", [-1, 0, 33, 138, 139])
 @pytest.mark.parametrize(("chunk", "overlap"), [(20, False), (23, True), (512, True)])
 def test_prompt_and_output(
-    zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, start_len: int, chunk: int, overlap: bool
+    zoo: Zoo, llama: Path, tokens: list[int], topology: Topology, chunk: int, overlap: bool
 ) -> None:
+    """Of one prompt from several positions on, all at once."""
     ids = zoo.prompts("llama")[PROMPT]
     assert len(ids) == 140
-    with topology(node_config(llama, chunk=chunk, overlap=overlap)) as cluster:
-        key = submit_beside_others(zoo, Client(cluster), greedy(start_len))
+    some = [greedy(start_len) for start_len in (-1, 0, 33, 138)]
+    last = greedy(139)
+    config = node_config(llama, chunk=chunk, overlap=overlap, disable_radix_cache=True)
+    with topology(config) as cluster:
+        client = Client(cluster)
+        keys = [client.submit(ids, params) for params in some]
+        keys.append(submit_beside_others(zoo, client, last))
         cluster.run_all()
-        check(llama, ids, tokens, cluster.router.answers[key], greedy(start_len))
+        for key, params in zip(keys, [*some, last], strict=True):
+            check(llama, ids, tokens, cluster.router.answers[key], params)
         cluster.assert_idle()
 
 

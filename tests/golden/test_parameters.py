@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from shared.protocol.sampling_params import SamplingParams, TokenBias
+from tests.golden.pairwise import pairwise
 from tests.golden.references import EOS_IDS, Zoo, reference_tokens
-from tests.golden.serving import GREEDY, Client, Topology, node_config, overlaps, topologies, unsplit
+from tests.golden.serving import GREEDY, Client, Topology, node_config, split, topologies, unsplit
 
 FAVOURED = TokenBias(77, 9.0)
 PARAMS = [
@@ -63,9 +64,10 @@ def expected(zoo: Zoo, prompts: list[list[int]]) -> list[list[int]]:
     return outputs
 
 
-@topologies
-@overlaps
-@pytest.mark.parametrize("retract_every", [0, 3])
+@pytest.mark.parametrize(
+    ("topology", "overlap", "retract_every"),
+    pairwise({"topology": (split, unsplit), "overlap": (False, True), "retract_every": (0, 3)}),
+)
 def test_among_others(
     zoo: Zoo,
     llama: Path,

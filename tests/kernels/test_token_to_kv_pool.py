@@ -118,10 +118,10 @@ def test_a_page_that_is_not_there_is_neither_read_nor_written(mover: PageMover, 
     pool = make_pool(mover, 3, torch.float32, 1, 3)
     fill(pool, 1)
     before, slot = raw_pages(pool).clone(), torch.full((pool.gather_nbytes(2, 1),), 5, dtype=torch.uint8)
-    with pytest.raises(IndexError, match="one is not of these 9"):
+    with pytest.raises(IndexError, match="9"):
         pool.gather([1, page], 0, 1, slot)
     assert (slot == 5).all()
-    with pytest.raises(IndexError, match="one is not of these 9"):
+    with pytest.raises(IndexError, match="9"):
         pool.scatter([1, page], 0, 1, slot)
     assert torch.equal(raw_pages(pool), before)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
@@ -14,7 +12,7 @@ from shared.config import NodeConfig
 from shared.engine.build import Engine
 from shared.grammar.backend import CompiledGrammar
 from shared.grammar.compile_pool import CompilePool
-from shared.protocol.messages import Finish, ReqKey
+from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import Grammar, SamplingParams
 from tests.cluster import Cluster
 from tests.patience import PATIENCE_S
@@ -152,32 +150,4 @@ def test_a_request_is_cancelled_while_it_is_compiled(compiled: tuple[int, ...]) 
         cluster.run(lambda: not any(node.scheduler.reqs for node in cluster.live), check=True)
         for pool in pools:
             pool.go()
-        cluster.assert_idle()
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_cancelled_at_any_step(seed: int) -> None:
-    """Also between the launch of a step and its sampling: what it brings is dropped."""
-    rng = random.Random(seed)
-    with start("1P1D", retract_every=rng.choice([0, 3]), overlap=rng.random() < 0.8) as cluster:
-        kept: dict[ReqKey, Callable[[], list[int]]] = {}
-        dropped: list[tuple[int, ReqKey]] = []
-        for i in range(8):
-            ids = prompt(5 + 5 * (i % 4), seed=i)
-            key = submit(cluster, f"r{i}", ids, params(14, 3, 9))
-            if rng.random() < 0.5:
-                dropped.append((rng.randrange(40), key))
-            else:
-                kept[key] = lambda ids=ids: constrained_tokens(ids, 14, 3, 9)  # type: ignore[misc]
-        for step in range(41):
-            for at, key in dropped:
-                if at == step:
-                    cluster.router.cancel(key)
-            cluster.step()
-        for _, key in dropped:
-            answer = cluster.router.answers[key]
-            answer.finish = answer.finish or Finish("abort")  # nobody tells a router what it cancelled itself
-        cluster.run_all(check=True)
-        for key, expected in kept.items():
-            assert cluster.tokens(key) == expected()
         cluster.assert_idle()

@@ -83,23 +83,28 @@ topologies = pytest.mark.parametrize("topology", ["1P1D", "0P1D"])
 overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
 
 
-@topologies
-@overlaps
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"page_size": 1},
+    {"retract_every": 3},
+    {"retract_every": 2, "page_size": 1, "enable_mixed_chunk": True},
+    {"enable_mixed_chunk": True},
+    {"chunk": 1},
+    {"chunk": 4},
+    {"chunk": 6, "enable_mixed_chunk": True},
+    {"keeps_prefixes": False},
+    {"keeps_prefixes": False, "retract_every": 3},
+    {"enable_jump_forward": False},
+    {"enable_jump_forward": False, "retract_every": 3, "page_size": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("topology", "overlap", "options"),
     [
-        {},
-        {"page_size": 1},
-        {"retract_every": 3},
-        {"retract_every": 2, "page_size": 1, "enable_mixed_chunk": True},
-        {"enable_mixed_chunk": True},
-        {"chunk": 1},
-        {"chunk": 4},
-        {"chunk": 6, "enable_mixed_chunk": True},
-        {"keeps_prefixes": False},
-        {"keeps_prefixes": False, "retract_every": 3},
-        {"enable_jump_forward": False},
-        {"enable_jump_forward": False, "retract_every": 3, "page_size": 1},
+        (topology, (i % 2 == 0) == (topology == "1P1D"), options)
+        for i, options in enumerate(OPTIONS)
+        for topology in ("1P1D", "0P1D")
     ],
     ids=str,
 )
@@ -234,11 +239,13 @@ def test_cancelled_at_any_step(data: st.DataObject) -> None:
         "host_tokens": draw(st.sampled_from([48, 240])),
         "enable_mixed_chunk": draw(st.booleans()),
         "tokens": draw(st.sampled_from([96, 168, 600])),
+        "enable_jump_forward": draw(st.booleans()),
     }
     topology = draw(st.sampled_from(["1P1D", "0P1D"]))
     rng = random.Random(draw(st.integers(0, 2**32)))
-    with RecordingCluster(topology, config(page_size=options["page_size"]), config(**options)) as cluster:
-        wanted = crowd(cluster)
+    of_both = {name: options[name] for name in ("page_size", "enable_jump_forward")}
+    with RecordingCluster(topology, config(**of_both), config(**options)) as cluster:
+        wanted = crowd(cluster, jumps=options["enable_jump_forward"])
         dropped = {key: rng.randrange(60) for key in wanted if rng.random() < 0.4}
         for step in range(60):
             for key, at in dropped.items():

@@ -1,7 +1,4 @@
-"""What routing by `ttft` does to a whole fleet: no node is overrun, and no conversation is sent to and fro.
-
-`make bench ARGS=routing` compares the policies, and runs a fleet of 1,000 nodes.
-"""
+"""What routing by `ttft` does to a whole fleet: no node is overrun, and no conversation is sent to and fro."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ from tests.kernels.cpu.linear import (
     quantize,
 )
 from tests.kernels.cpu.prototypes import kernel
-
-U = 2.0**-24
-BF16 = 2.0**-8
+from tests.kernels.cpu.test_linear import BF16, U, assert_within
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,6 @@ def expected_of(layer: QuantizedLinear, x_MK: torch.Tensor) -> tuple[torch.Tenso
     magnitude_MN = x_MK.float().abs() @ layer.dequantized().abs().T
     summands = layer.shape[1] if layer.is_weight_only else layer.scales_NG.shape[1]
     return y_MN, 4 * (summands + 2) * U * (magnitude_MN + y_MN.abs()) + 1e-30
-
-
-def assert_within(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
-    assert actual.shape == expected.shape
-    excess = (actual.double() - expected.double()).abs() - bound
-    assert not (excess > 0).any() and not actual.isnan().any(), f"beyond its bound by {excess.max()}"
 
 
 @shapes

@@ -107,7 +107,7 @@ def test_the_tiles_are_compared_on_the_device_itself(dtype: torch.dtype) -> None
 def test_experts_are_not_exact() -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": DEPTHS[1]}
     config = token_model_config(architectures=["OlmoeForCausalLM"], hidden_size=DEPTHS[0], **experts)
-    with pytest.raises(ConfigError, match="--exact: experts are not computed exactly"):
+    with pytest.raises(ConfigError, match="experts"):
         require_exact(ExactLinear(7), config, torch.float32, device())
 
 
@@ -120,5 +120,5 @@ def test_a_tile_with_other_bits_is_refused(depth: int, tile: Tile, monkeypatch: 
 
     monkeypatch.setattr(module, "linear", broken)
     config = token_model_config(hidden_size=DEPTHS[0], intermediate_size=DEPTHS[1])
-    with pytest.raises(ConfigError, match=r"--exact: on .* products of few rows have other bits"):
+    with pytest.raises(ConfigError, match="few rows"):
         require_exact(ExactLinear(7), config, torch.float32, device())
