@@ -458,6 +458,21 @@ def test_pages_of_requests_go_first() -> None:
         check(cluster, (busy, prompt(6, 20)), (key, [*ids, 5]))
 
 
+def test_a_loan_that_ends_half_offered_protects_no_window_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.kvtransfer.lending.PAGES_BESIDE_HANDOFFS", 1)
+    with fleet(window=9) as cluster:
+        held(cluster, "p1", TURN)
+        cluster.network.hold(Handoff)
+        cluster.router.submit("busy", prompt(6, 20), params(6), "p1", "d1")
+        cluster.run(lambda: cluster.network.num_held(Handoff) == 1)
+        offers, key, lender = cluster.network.num_sent["Offer"], ask(cluster), cluster.nodes["p1"]
+        cluster.run(lambda: cluster.network.num_sent["Offer"] > offers)
+        cluster.router.give_up(key, "the client is gone")
+        cluster.run(lambda: not len(lender.scheduler.lending))
+        assert cluster.network.num_held(Handoff) == 1, "that of the loan would follow its last page"
+        cluster.network.release(Handoff)
+
+
 def test_pages_that_come_to_a_lender_hold_up_no_loan() -> None:
     """A decode node that lends what its own next turn needs offers it at once: nothing of that request leaves it."""
     with fleet() as cluster:

@@ -165,8 +165,11 @@ def num_moves(cluster: Cluster) -> int:
 @every_stage
 @both_overlaps
 def test_a_move_that_is_given_up_leaves_the_request_running(stage: str, overlap: bool) -> None:
-    """Landed, the target has the request: giving up comes too late, and its tokens go on from there."""
-    with Cluster(1, 2, token_engine, config(overlap=overlap)) as cluster:
+    """Landed, the target has the request: giving up comes too late, and its tokens go on from there.
+
+    Until then all its window pages stay, and from then on those of its window alone.
+    """
+    with Cluster(1, 2, partial(token_engine, window=9), config(overlap=overlap)) as cluster:
         run = Run(cluster)
         move = halt(run, stage)
         if stage == "stopped":
@@ -174,6 +177,8 @@ def test_a_move_that_is_given_up_leaves_the_request_running(stage: str, overlap:
         cluster.router.outbox.send("d0", Cancel(move.to_key))
         run.until(lambda: not num_moves(cluster))
         cluster.network.release(STAGES[stage])
+        run.until(lambda: len(run.tokens) > 60)
+        assert cluster.nodes["d0"].engine.ledger.count_windows().held < 6
         run.check_end()
         assert move.arrived == (stage == "landed")
         assert not move.left

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -379,7 +380,8 @@ def test_random_lives(seed: int) -> None:
     small = replace(own, cache=replace(own.cache, max_total_tokens=200))
     two_rows = replace(own, schedule=replace(own.schedule, max_running_requests=2))
     beginnings = [prompt(40, seed=n) for n in range(3)]
-    with Cluster(1, 1, token_engine, small, decode_config=two_rows) as cluster:
+    make = partial(token_engine, window=9 if seed % 2 else None, window_tokens=140)
+    with Cluster(1, 1, make, small, decode_config=two_rows) as cluster:
         wanted: dict[ReqKey, list[int]] = {}
         ahead = 0
         for n in range(40):

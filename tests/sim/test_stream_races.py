@@ -108,7 +108,7 @@ def test_a_race_that_was_planted_is_found(name: str) -> None:
 
 
 def test_host_pages_of_both_groups_come_back_as_they_were() -> None:
-    """A window page that a request has given up is not copied."""
+    """A window page that a request has given up is not copied back."""
     gpu = FakeGpu(Schedule(7))
     with torch.inference_mode(), FakeTorch(gpu) as torch_mode:
         full, window = (
@@ -122,7 +122,7 @@ def test_host_pages_of_both_groups_come_back_as_they_were() -> None:
             each.buffer_LSNHPD.copy_(numbers.view(each.buffer_LSNHPD.shape))
         host = make_host_pool(pool, 5)
         assert host is not None
-        host.copy(PageCopy(True, (3, 8, 1), (4, 0, 1), (2, 0, 5)))
+        host.copy(PageCopy(True, (3, 8, 1), (4, 0, 1), (2, 6, 5)))
         host.copy(PageCopy(False, (2, 5, 6), (4, 0, 1), (7, 0, 4)))
         gpu.current().synchronize()
         for each, moved in ((full, {2: 3, 5: 8, 6: 1}), (window, {7: 2, 4: 5})):

@@ -246,7 +246,7 @@ def test_windows_and_sinks(
     kv = paged(shape, generator, codes=codes)
     k, v, table_BP = kv.finite()
     q_THD = queries(shape, sum(shape.seq_lens), generator)
-    sinks_H = torch.linspace(-3, 8, shape.H) if has_sinks else None
+    sinks_H = torch.tensor([-200.0, *torch.linspace(-3, 8, shape.H - 1)]) if has_sinks else None
     zeros, lens_B = [0] * len(shape.seq_lens), torch.tensor(shape.seq_lens)
     pages = kv.k_pages, kv.v_pages, kv.page_table_BP
     extended = extend_attention(team, q_THD, *pages, zeros, shape.seq_lens, window, sinks_H)

@@ -33,11 +33,12 @@ class Shape:
     normalized: bool = True
     bias: bool = False
     order: bool = False
+    zeros: bool = False
     fp4: bool = False
     clamped: bool = False
 
     def __str__(self) -> str:
-        names = ("weight_only", "normalized", "bias", "order", "fp4", "clamped")
+        names = ("weight_only", "normalized", "bias", "order", "zeros", "fp4", "clamped")
         flags = "".join(f"-{name}" for name in names if getattr(self, name))
         of = f"D{self.hidden}-F{self.size}-E{self.num_experts}-K{self.top_k}"
         return f"{of}-w{self.bits}g{self.group}{flags}"
@@ -47,7 +48,9 @@ SHAPES = [
     Shape(64, 32, 4, 1),
     Shape(96, 40, 21, 5, normalized=False, bias=True),
     Shape(130, 70, 8, 8),  # every expert
+    Shape(1060, 64, 8, 8),  # rows that no cache keeps, so a task has several panels of down
     Shape(96, 48, 8, 2, 8, 48, bias=True),
+    Shape(96, 48, 8, 2, 4, 24, zeros=True),
     Shape(128, 64, 20, 4, 4, 32, normalized=False),
     Shape(128, 64, 8, 3, 4, 32, order=True),
     Shape(128, 64, 8, 3, 8, 64, weight_only=True, order=True),
@@ -73,6 +76,9 @@ def experts_of(shape: Shape) -> ExpertsWeights[Linear]:
             powers_NG = torch.randint(-8, -4, layer.scales_NG.shape, generator=generator).float().exp2()
             layer = replace(layer, scales_NG=powers_NG, is_float=True)
         order_K = torch.randperm(k, generator=generator) if shape.order else None
+        if shape.zeros:
+            zeros_NG = torch.randint(6, 11, layer.scales_NG.shape, generator=generator, dtype=torch.uint8)
+            layer = replace(layer, zeros_NG=zeros_NG)
         return replace(layer, bias_N=bias_N, order_K=order_K, is_weight_only=shape.weight_only)
 
     def expert() -> MlpWeights[Linear]:
@@ -176,6 +182,33 @@ def test_a_token_has_the_same_bits_in_any_batch_and_team(library: ctypes.CDLL, d
             team.close()
 
 
+def experts_that_give(values: list[float], shape: Shape) -> ExpertsWeights[Linear]:
+    """Each expert gives its own value, whatever its input."""
+
+    def constant(n: int, value: float) -> Linear:
+        weight_NK = torch.zeros(n, 16, dtype=torch.bfloat16)
+        return DenseLinear(weight_NK=weight_NK, bias_N=torch.full((n,), value, dtype=torch.bfloat16))
+
+    experts = (MlpWeights(gate_up_proj=constant(32, 1.0), down_proj=constant(16, each)) for each in values)
+    return replace(experts_of(shape), experts=tuple(experts))
+
+
+def test_outputs_are_added_up_in_float32_by_ascending_index(team: Team) -> None:
+    """In bfloat16 128 + 0.5 is 128. The last expert, which has the largest score, vanishes beside the first."""
+    x_MD = torch.ones(1, 16, dtype=torch.bfloat16)
+    for values, last_score, expected in (
+        ([384.0, 1.5, 1.5], 0.0, 129.0),
+        ([2.0**40, -(2.0**40), 1.0], 9.0, 1.0),
+    ):
+        experts, scores_ME = (
+            experts_that_give(values, Shape(16, 16, 3, 3)),
+            torch.tensor([[0.0, 0.0, last_score]]),
+        )
+        sums = Packed(team, experts).add(team, x_MD, scores_ME, torch.zeros(1, 16))
+        torch.testing.assert_close(sums, torch.full((1, 16), expected), rtol=1e-3, atol=0)
+        assert torch.equal(multiply(x_MD, scores_ME, experts, DenseOps(0)), torch.full_like(x_MD, expected))
+
+
 def test_of_equal_scores_the_lower_index_is_chosen_and_nan_is_chosen_last(team: Team) -> None:
     """Each expert adds its own index to the residual, times its weight."""
     shape = Shape(16, 16, 18, 3)
@@ -184,17 +217,7 @@ def test_of_equal_scores_the_lower_index_is_chosen_and_nan_is_chosen_last(team: 
     scores_ME[3] = float("nan")
     indices = torch.arange(18.0)
     scores_ME[0] = (indices % 6 == 1).float()
-
-    def constant(n: int, value: float) -> Linear:
-        weight_NK = torch.zeros(n, 16, dtype=torch.bfloat16)
-        return DenseLinear(weight_NK=weight_NK, bias_N=torch.full((n,), value))
-
-    experts = replace(
-        experts_of(shape),
-        experts=tuple(
-            MlpWeights(gate_up_proj=constant(32, 1.0), down_proj=constant(16, float(e))) for e in indices
-        ),
-    )
+    experts = experts_that_give(indices.tolist(), shape)
     sums = Packed(team, experts).add(team, x_MD, scores_ME, torch.zeros(4, 16))
     assert torch.equal(sums[0], sums[0, :1].expand(16))
     torch.testing.assert_close(sums[:2, 0], torch.tensor([(1 + 7 + 13) / 3, (5 + 17) / 2]))

@@ -167,7 +167,8 @@ def test_windows_and_sinks_against_the_slow_twin(batch: str, window: int | None,
     kv = PagedKV(heads, [start + length for start, length in zip(starts, lengths, strict=True)], seed=1)
     q_THD = torch.randn(sum(lengths), heads.H, heads.D, generator=torch.Generator().manual_seed(2))
     table = torch.from_numpy(kv.table_BP).long()
-    sinks_H = torch.linspace(-3, 8, heads.H) if window is None or window % 2 else None
+    sinks_H = torch.tensor([-200.0, *torch.linspace(-3, 8, heads.H - 1)])
+    sinks_H = sinks_H if window is None or window % 2 else None
     expected = extend_attention(q_THD, *kv.pages, table, starts, lengths, window, sinks_H)
     for b, start in enumerate(starts):
         for token in range(start + 1 - (window or start + 1)):

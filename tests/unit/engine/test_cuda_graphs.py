@@ -83,6 +83,12 @@ def test_a_forward_that_no_bucket_holds_is_launched_kernel_by_kernel(folder: Pat
     assert graphed.num_replays == 0
     check_same(eager, graphed, batch_of({0: (2, [7, 8])}, {}))
     assert graphed.num_replays == 1
+    one, num_words = batch_of({0: (4, [9, 4])}, {}), graphed.backend._inputs._ring.nbytes // 4
+    table_BP = np.pad(one.page_table_BP, ((0, 0), (0, num_words * 2 // 3)))
+    check_same(eager, graphed, replace(one, page_table_BP=table_BP, window_table_BP=table_BP))
+    assert graphed.num_replays == 1, "there is room for one such table, and not for two"
+    check_same(eager, graphed, replace(one, page_table_BP=table_BP))
+    assert graphed.num_replays == 2
 
 
 def test_a_replay_enters_tokens_of_the_host_and_leaves_what_prompt_logprobs_need(folder: Path) -> None:

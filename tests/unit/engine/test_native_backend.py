@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
 from shared.model.packed_weights import native_obstacle
-from tests.backend_rig import NUM_ROWS, Rig, batch_of, rig
+from tests.backend_rig import NUM_ROWS, Rig, batch_of, native_model, rig
 from tests.modelzoo import make_model, random_prompt
 from tests.token_engine import token_model_config
 
@@ -111,6 +111,13 @@ def test_it_is_as_close_to_float32_as_torch_is(folder_of: Callable[[str], Path],
         native = error(logits_of_every_kind(path), exact)
     assert native < BF16_FACTOR * by_torch
     assert by_torch < 0.1, "bf16 is what differs"
+
+
+def test_embeddings_are_scaled_by_a_number_of_their_type(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "gemma3", "gemma3", hidden_size=48, dtype="bfloat16")
+    model = native_model(folder, load_model_config(folder), 1, ())
+    model.team.close()
+    assert model.weights.desc.embed_scale == 6.9375
 
 
 @pytest.mark.parametrize("name", MIXTURES)

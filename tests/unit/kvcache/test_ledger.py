@@ -313,3 +313,29 @@ def test_window_pages_of_what_is_to_be_evicted_first_go_first() -> None:
     assert ledger.radix_cache.num_changes > before
     assert [ledger.radix_cache.peek(ids, 8).num_pages for ids in (older, newer)] == [2, 1]
     audit_idle(ledger)
+
+
+def test_of_what_is_evicted_first_a_request_has_added_the_window_itself() -> None:
+    """Behind a prefix that it has found, of which it sees nothing any more."""
+    ledger = windowed_ledger(num_window_pages=6)
+    found, ids = list(range(8)), [*range(8), *range(100, 108)]
+    ledger.cache_finished_req(admit(ledger, found), found)
+    kv = admit(ledger, ids)
+    ledger.slide(kv)
+    ledger.cache_finished_req(kv, ids, evict_first=True)
+    windows = ledger.windows
+    assert windows is not None and ledger.radix_cache.peek(ids, 16).num_pages == 4
+    assert windows.make_room(windows.allocator.num_free + 1)
+    assert ledger.radix_cache.peek(ids, 16).num_pages == 2
+
+
+def test_a_prefix_that_gets_its_window_back_is_looked_up_again() -> None:
+    ledger, ids = windowed_ledger(num_window_pages=4), list(range(8))
+    ledger.cache_finished_req(admit(ledger, ids), ids)
+    windows = ledger.windows
+    assert windows is not None and windows.make_room(4)
+    kv, before = admit(ledger, ids), ledger.radix_cache.num_changes
+    assert ledger.radix_cache.peek(ids, 8).num_pages == 0
+    ledger.cache_unfinished_req(kv, ids)
+    assert ledger.radix_cache.num_changes > before
+    assert ledger.radix_cache.peek(ids, 8).num_pages == 2

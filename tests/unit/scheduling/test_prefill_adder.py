@@ -97,6 +97,17 @@ class TestPages:
         assert make_adder(ledger).add_one_req(again) is CONTINUE
         assert (again.cached_tokens, again.extend_len) == (8, 8)
 
+    def test_the_window_of_a_cached_prefix_stays_and_what_lies_before_it_is_room(
+        self, make_kv_ledger: MakeLedger, make_req: MakeReq
+    ) -> None:
+        """8 of 16 window pages are of the prefix, of which the next token sees one."""
+        for num_own, expected in ((15, CONTINUE), (16, NO_TOKEN)):
+            ledger, first = make_kv_ledger(24, window=5), make_req(32)
+            leave_prefix(ledger, first)
+            again = make_req(32 + 4 * num_own, max_new_tokens=1)
+            again.ids[:32] = first.ids
+            assert make_adder(ledger).add_one_req(again) is expected
+
     def test_a_whole_prompt_is_paged_at_its_first_chunk(
         self, make_kv_ledger: MakeLedger, make_req: MakeReq
     ) -> None:
