@@ -22,6 +22,7 @@ from shared.kernels.cpu.library import Team, load_library
 from shared.model.config import ModelConfig, load_model_config
 from shared.model.dummy_weights import DummyWeights
 from shared.model.packed_weights import load_packed_weights, native_obstacle
+from shared.model.quantization import quantize_on_load
 from shared.model.rope import LinearScaling, LongScaling, YarnScaling
 from shared.model.weights import weights_nbytes
 from tests.backend_rig import CPU
@@ -43,6 +44,7 @@ MODELS = {
     name: Published(**fields)
     for name, fields in json.loads(Path(__file__).with_name("published.json").read_text()).items()
 }
+MIXTURES = ("gpt-oss-20b", "Qwen3-30B-A3B")
 
 
 def load(folder: Path, name: str, **changes: object) -> ModelConfig:
@@ -59,7 +61,7 @@ def test_a_published_config(tmp_path: Path, name: str) -> None:
     assert weights_nbytes(in_16_bits, torch.bfloat16) / 2 == pytest.approx(published.num_parameters, rel=3e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt-oss-20b"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in MIXTURES])
 def test_a_forward_of_random_weights_at_full_width(tmp_path: Path, name: str) -> None:
     fields = MODELS[name].config
     part = fields.get("text_config", {}) | {"num_hidden_layers": 1}
@@ -99,18 +101,8 @@ def test_the_text_part_of_gemma(tmp_path: Path) -> None:
         load(tmp_path, "gemma-3-4b", text_config={})
 
 
-@pytest.mark.usefixtures("native_kernels")
-def test_gpt_oss_runs_at_its_widths(tmp_path: Path) -> None:
-    """A layer with a window and one without, with MXFP4 experts; a smaller vocabulary.
-
-    Tokens past the window, in chunks as at once, and with a spread that random weights should have.
-    """
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    config = load(tmp_path, "gpt-oss-20b", vocab_size=4096, eos_token_id=0, **layers)
-    assert config.dtype == "bfloat16" and [layer.attention.window for layer in config.layers] == [128, None]
-    assert config.quantization is not None and config.quantization.name == "W4A8 mxfp4"
-    bits = 8 * (weights_nbytes(config, torch.bfloat16) - 2 * (2 * 4096 * 2880 + 2 * (26_542_080 + 32 * 2880)))
-    assert bits / (2 * 32 * 3 * 2880 * 2880) == 4.25
+def check_forwards(config: ModelConfig) -> None:
+    """Native ones of tokens past the window, in chunks as at once, with a spread that random weights should have."""
     team = Team(load_library(), [-1, -1])
     weights = load_packed_weights(DummyWeights(0, CPU), config, team)
     with closing(Engine(config, NativeModel(config, weights, team), page_size=16, device=CPU)) as engine:
@@ -121,6 +113,25 @@ def test_gpt_oss_runs_at_its_widths(tmp_path: Path) -> None:
         )
         assert torch.equal(engine.forward({}, {1: 199}), whole)
     assert 0.5 < whole.std() < 2
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_gpt_oss_runs_at_its_widths(tmp_path: Path) -> None:
+    """A layer with a window and one without, with MXFP4 experts; a smaller vocabulary."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = load(tmp_path, "gpt-oss-20b", vocab_size=4096, eos_token_id=0, **layers)
+    assert config.dtype == "bfloat16" and [layer.attention.window for layer in config.layers] == [128, None]
+    assert config.quantization is not None and config.quantization.name == "W4A8 mxfp4"
+    bits = 8 * (weights_nbytes(config, torch.bfloat16) - 2 * (2 * 4096 * 2880 + 2 * (26_542_080 + 32 * 2880)))
+    assert bits / (2 * 32 * 3 * 2880 * 2880) == 4.25
+    check_forwards(config)
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_qwen3_with_experts_runs_at_its_widths(tmp_path: Path) -> None:
+    """A layer in int4; a smaller vocabulary."""
+    config = load(tmp_path, "Qwen3-30B-A3B", vocab_size=4096, eos_token_id=0, num_hidden_layers=1)
+    check_forwards(replace(config, quantization=quantize_on_load("int4")))
 
 
 def test_what_scaling_makes_of_cosines(tmp_path: Path) -> None:
