@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 
 from shared.config import ModelOptions
-from shared.engine.backends import LoadedModel
+from shared.engine.backends import LoadedModel, NativeModel
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import ForwardLimits
 from shared.engine.logprobs import RawLogprobs
@@ -28,6 +28,7 @@ from shared.engine.progress import Progress
 from shared.engine.resolve import resolve_quantization
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
 from shared.kernels.cpu.build import NativeUnavailable
+from shared.kernels.cpu.library import Team, load_library
 from shared.kernels.row_codes import split_codes
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
@@ -195,45 +196,58 @@ def assert_same_bits(engine: Engine, expected: Expected, cut: Sequence[Piece]) -
     assert torch.equal(engine.kv(0, LENGTH), expected.kv)
 
 
-@dataclass(frozen=True)
 class Native:
-    """A model, and the compiler's flags of the kernels that compute it."""
+    """A model, and the compiler's flags of the kernels that compute it. Three threads pack its weights, once."""
 
-    folder: Path
-    flags: Sequence[str]
-    options: ModelOptions
-    kv_dtype: torch.dtype
+    def __init__(
+        self, folder: Path, flags: Sequence[str], options: ModelOptions, kv_dtype: torch.dtype
+    ) -> None:
+        self.flags, self.kv_dtype = flags, kv_dtype
+        self.folder = folder
+        self.config = resolve_quantization(options, load_model_config(folder))
+        self._packed = self.packed(num_threads=3)
+        self._packed.team.close()
 
-    def engine(self, num_threads: int, page_size: int, *, has_windows: bool) -> Engine:
-        config = resolve_quantization(self.options, load_model_config(self.folder))
-        model = native_model(self.folder, config, num_threads, self.flags)
-        return Engine(config, model, page_size, CPU, self.kv_dtype, has_windows)
+    def packed(self, num_threads: int) -> NativeModel:
+        """The model with weights that so many threads have packed, which are there to compute with it."""
+        return native_model(self.folder, self.config, num_threads, self.flags)
+
+    def engine(self, num_threads: int, page_size: int) -> Engine:
+        team = Team(load_library(*self.flags), [-1] * num_threads)
+        model = replace(self._packed, team=team)
+        return Engine(self.config, model, page_size, CPU, self.kv_dtype, has_windows=True)
 
 
-@pytest.fixture(scope="module", params=[name for name in BUILDS if name != "plain-avx2"])
-def flags(request: pytest.FixtureRequest) -> Sequence[str]:
-    """plain-avx2 adds up integers by other instructions than avx2, and is otherwise the same code."""
-    return BUILDS[request.param]
+OF_EACH_KIND = (
+    *("qwen3", "gptoss-mxfp4", "llama-w8a8-kv-int8", "gemma3-int4", "mixtral-gptq"),
+    "qwen3-gptq-weight-only",
+)
+"""Models that have every kind of layer and of page between them."""
+CASES = [
+    *(("as-built", name) for name in (*MODELS, *QUANTIZED)),
+    *((build, name) for build in ("emulated-amx", "plain-avx512", "avx2") for name in OF_EACH_KIND),
+]
+"""tests/kernels/cpu has each kernel in each build."""
 
 
-@pytest.fixture(scope="module", params=[*MODELS, *QUANTIZED])
-def native(request: pytest.FixtureRequest, folders: dict[str, Path], flags: Sequence[str]) -> Native:
-    name: str = request.param
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def native(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Native:
+    build, name = request.param
     kv_dtype = torch.int8 if name.endswith("kv-int8") else torch.bfloat16
     options = ModelOptions(
         quantization="int4" if name.endswith("int4") else None,
         weight_only_quantization=name.endswith("weight-only"),
     )
-    return Native(folders[name], flags, options, kv_dtype)
+    try:
+        return Native(folders[name], BUILDS[build], options, kv_dtype)
+    except NativeUnavailable as reason:
+        pytest.skip(f"NO NATIVE KERNELS: {reason}")
 
 
 @pytest.fixture(scope="module")
 def expected(native: Native) -> Iterator[Expected]:
-    try:
-        engine = native.engine(num_threads=1, page_size=16, has_windows=False)
-    except NativeUnavailable as reason:
-        pytest.skip(f"NO NATIVE KERNELS: {reason}")
-    with closing(engine):
+    model = native.packed(num_threads=1)
+    with closing(Engine(native.config, model, 16, CPU, native.kv_dtype)) as engine:
         yield Expected(engine)
 
 
@@ -244,7 +258,7 @@ def test_every_cut_gives_the_same_bits(native: Native, expected: Expected) -> No
     @given(cut=cuts, num_threads=st.integers(1, 3), page_size=st.sampled_from([1, 16, 48]))
     @settings(max_examples=4 if native.flags == BUILDS["emulated-amx"] else 15)  # emulation takes its time
     def check(cut: list[Piece], num_threads: int, page_size: int) -> None:
-        with closing(native.engine(num_threads, page_size, has_windows=True)) as engine:
+        with closing(native.engine(num_threads, page_size)) as engine:
             assert_same_bits(engine, expected, cut)
 
     check()
