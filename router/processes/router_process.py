@@ -83,10 +83,10 @@ async def _run(
     stop = stop_on_signals(lambda: os._exit(1))
     stdin = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
     feed, supervisor = await asyncio.open_unix_connection(sock=stdin)
-    model = load_model(config.model, config) if config.model is not None else None
-    collect_rarely()
     http = config.http
-    with contextlib.ExitStack() as sockets:
+    with contextlib.closing(supervisor), contextlib.ExitStack() as sockets:
+        model = load_model(config.model, config) if config.model is not None else None
+        collect_rarely()
         own = sockets.enter_context(listen_http("127.0.0.1", http.own_port(index)))
         shared = sockets.enter_context(bind_http(http.host, http_port, shared=True))
         async with make_router(config, model) as router:

@@ -21,8 +21,7 @@ class FleetViewMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), local=st.sampled_from([None, 0, 3 * PAGE]))
     def begin(self, policy: str, local: int | None) -> None:
-        chosen = POLICIES[policy]
-        self.fleet = Fleet(3, local, num_prefill=2, prefill=chosen, decode=chosen)
+        self.fleet = Fleet(3, local, num_prefill=2, prefill=policy, decode=policy)
         self.reqs: list[RunningReq] = []
         self.num_restarts = 0
 
