@@ -180,7 +180,7 @@ CONVERSATIONS: dict[str, list[list[Step]]] = {
             f"GET /health HTTP/1.1\nHost: a\nx: {'y' * MAX_HEADER_BYTES}\n\n",
             f"GET /health HTTP/1.1\nHost: a\nx{'y' * MAX_HEADER_BYTES}: z\n\n",
             "GET /health HTTP/1.1\nHost: a\n" + f"x: {'y' * (MAX_HEADER_BYTES // 50)}\n" * 50,
-            f"GET /{NAME} HTTP/1.1\nHost: a\n\n",
+            f"GET /{'y' * MAX_HEADER_BYTES} HTTP/1.1\nHost: a\n\n",
             f"GET /health HTTP/1.1\nHost: a\n{NAME}",  # which has no end
         )
     ],
