@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.allocator import PageCopy
-from shared.kvcache.host_pool import make_host_pool
+from shared.kvcache.host_pool import CudaHostKVPool, WindowedCudaHostKVPool
 from shared.kvcache.page_mover import TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
-from shared.kvcache.windowed_pool import WindowedKVPool
 from tests.sim.streams.device import FakeGpu, Schedule
 from tests.sim.streams.engine import NewMover, copy_pages, triton_mover
 from tests.sim.streams.fleet import Happening, Parts, Scenario, run
@@ -116,12 +115,10 @@ def test_host_pages_of_both_groups_come_back_as_they_were() -> None:
                           dtype=torch.int64, device=DEVICE, mover=triton_mover(gpu, torch_mode))
             for layers in (1, 2)
         )  # fmt: skip
-        pool = WindowedKVPool(full, window, (True, False, True))
         for each in (full, window):
             numbers = torch.arange(each.buffer_LSNHPD.numel())
             each.buffer_LSNHPD.copy_(numbers.view(each.buffer_LSNHPD.shape))
-        host = make_host_pool(pool, 5)
-        assert host is not None
+        host = WindowedCudaHostKVPool(CudaHostKVPool(full, 5), CudaHostKVPool(window, 5))
         host.copy(PageCopy(True, (3, 8, 1), (4, 0, 1), (2, 6, 5)))
         host.copy(PageCopy(False, (2, 5, 6), (4, 0, 1), (7, 0, 4)))
         gpu.current().synchronize()
