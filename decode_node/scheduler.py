@@ -33,7 +33,7 @@ from shared.errors import RequestError, TransferError
 from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.queues import evict_corrupt, take_over
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.protocol.messages import Cancel, Decode, Lend, Move, NodeRef, ReqKey
+from shared.protocol.messages import Cancel, Decode, Lend, Load, Move, NodeRef, ReqKey
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -261,9 +261,7 @@ class DecodeScheduler:
     # ------------------------------------------------------------------------------------------ speak
     def _speak(self, outcome: Outcome) -> None:
         targets = self._sender.unreachable | self._peering.unreachable
-        self._desk.speak(
-            outcome,
-            has_loans=len(self.lending) > 0,
+        load = Load(
             num_running=len(self.batcher.running_batch),
             num_transferring=len(self.transfer_queue) + len(self.moves),
             num_bootstrapping=len(self.prealloc_queue),
@@ -273,6 +271,7 @@ class DecodeScheduler:
             unreachable={name: why for name, why in targets.items() if not self.lending.is_borrower(name)}
             | self._receiver.unreachable,  # a node that cannot borrow may still hand off to this one
         )
+        self._desk.speak(outcome, load, has_loans=len(self.lending) > 0)
         self.moves.advance()  # all tokens have been told
 
     def close(self, reason: str) -> None:

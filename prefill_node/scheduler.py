@@ -30,7 +30,7 @@ from shared.errors import RequestError
 from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.queues import BootstrapQueue, InflightQueue, evict_corrupt
 from shared.kvtransfer.states import ReadyOverdue, Received, ReceiveFailed, SendEnded
-from shared.protocol.messages import Lend, Peers, Prefill, ReqKey
+from shared.protocol.messages import Lend, Load, Peers, Prefill, ReqKey
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -235,9 +235,7 @@ class PrefillScheduler:
     # ------------------------------------------------------------------------------------------ speak
     def _speak(self, outcome: Outcome) -> None:
         in_flight = self._launcher.in_flight
-        self._desk.speak(
-            outcome,
-            has_loans=len(self.lending) + len(self.fetches) > 0,
+        load = Load(
             num_running=len(in_flight.batch.items) if in_flight is not None else 0,
             num_transferring=len(self.inflight_queue),
             num_bootstrapping=len(self.bootstrap_queue),
@@ -245,6 +243,7 @@ class PrefillScheduler:
             links=self._receiver.link_reports + self._sender.link_reports,
             unreachable=self._sender.unreachable | self._peering.unreachable,
         )
+        self._desk.speak(outcome, load, has_loans=len(self.lending) + len(self.fetches) > 0)
 
     def close(self, reason: str) -> None:
         """Fail every request, end every transfer and wait for what is in flight: then every page is home."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from shared import log
 from shared.engine.cache_announcer import CacheAnnouncer
 from shared.engine.loop_parts import NodeParts
@@ -15,7 +17,7 @@ from shared.protocol.messages import (
     Decode,
     Flush,
     Leaving,
-    LinkReport,
+    Load,
     Peers,
     Prefill,
     RouterHello,
@@ -124,39 +126,20 @@ class RouterDesk:
             f"{ledger.page_size}; this node has {ledger.allocator.num_pages} in all"
         )
 
-    def speak(
-        self,
-        outcome: Outcome,
-        *,
-        has_loans: bool,
-        num_running: int,
-        num_transferring: int,
-        num_bootstrapping: int,
-        num_queued_tokens: int,
-        reserve_wait_s: float = 0.0,
-        links: tuple[LinkReport, ...],
-        unreachable: dict[str, str],
-    ) -> None:
+    def speak(self, outcome: Outcome, load: Load, *, has_loans: bool) -> None:
         """End a turn: send its tokens and cache changes, publish the node's load, count the step of a profile.
 
-        A node that `has_loans` keeps pages for other reasons than its requests.
+        `load` has what the role knows of its queues and links. A node that `has_loans` keeps pages for other reasons
+        than its requests.
         """
         self._router_port.flush()
         if outcome.prefilled is not None:
             self._vitals.count_prefill(*outcome.prefilled)
-        self._vitals.publish(
-            idle=not self._reqs and not has_loans and not outcome.worked,
-            num_running=num_running,
-            num_waiting=len(self._grammar_queue) + self._batcher.num_waiting,
-            num_transferring=num_transferring,
-            num_bootstrapping=num_bootstrapping,
-            num_queued_tokens=num_queued_tokens,
-            reserve_wait_s=reserve_wait_s,
-            retraction=self._batcher.retraction.count,
-            links=links,
-            unreachable=unreachable,
-            schedule_policy=self._batcher.schedule_policy,
-        )
+        num_waiting = len(self._grammar_queue) + self._batcher.num_waiting
+        policy = self._batcher.schedule_policy
+        load = msgspec.structs.replace(load, num_waiting=num_waiting, schedule_policy=policy)
+        idle = not self._reqs and not has_loans and not outcome.worked
+        self._vitals.publish(load, self._batcher.retraction.count, idle=idle)
         self._router_port.tell_unreachable()
         self._announcer.tell_changes()
         self._engine.profiler.step_done(outcome.worked)

@@ -10,7 +10,7 @@ from shared import log
 from shared.engine.progress import Progress
 from shared.kvcache.audit import LeakError, audit_idle
 from shared.kvcache.ledger import KVLedger
-from shared.protocol.messages import LinkReport, Load
+from shared.protocol.messages import Load
 from shared.scheduling.req import Req
 from shared.scheduling.retraction import RetractionCounts
 from shared.timeline import PRIOR_PREFILL_TOKENS_PER_S, PRIOR_TRANSFER_BYTES_PER_S, Clock, MovingRate
@@ -92,33 +92,19 @@ class Vitals:
         if num_tokens >= MIN_MEASURED_TOKENS:
             self._prefill_rate.observe(num_tokens, seconds)
 
-    def publish(
-        self,
-        *,
-        idle: bool,
-        num_running: int,
-        num_waiting: int,
-        num_transferring: int,
-        num_bootstrapping: int,
-        num_queued_tokens: int,
-        reserve_wait_s: float,
-        links: tuple[LinkReport, ...],
-        unreachable: dict[str, str],
-        schedule_policy: str,
-        retraction: RetractionCounts,
-    ) -> None:
-        """Renew the load after a step. A node that has just become idle is audited: it has no request and no loan."""
+    def publish(self, load: Load, retraction: RetractionCounts, *, idle: bool) -> None:
+        """Renew the load after a step: `load` has what the role tells of its requests and links.
+
+        A node that has just become idle is audited: it has no request and no loan.
+        """
         now = self._clock()
         elapsed = now - self._window_start
         if elapsed >= THROUGHPUT_WINDOW_S:
             self._gen_throughput = self._window_tokens / elapsed
             self._window_start, self._window_tokens = now, 0
         count, host, windows = self._ledger.count(), self._ledger.host, self._ledger.windows
-        self._load = Load(
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_transferring=num_transferring,
-            num_bootstrapping=num_bootstrapping,
+        self._load = msgspec.structs.replace(
+            load,
             num_pages=count.total,
             num_free_pages=count.free,
             num_evictable_pages=count.evictable,
@@ -131,11 +117,8 @@ class Vitals:
             gen_throughput=self._gen_throughput,
             kv_bytes_transferred=self.kv_bytes_transferred,
             kv_transfer_s=self.kv_transfer_s,
-            num_links=len(links),
-            links=links,
-            unreachable=unreachable,
+            num_links=len(load.links),
             leak=self._leak,
-            schedule_policy=schedule_policy,
             num_retracted=retraction.num_retracted,
             num_retractions_host=retraction.num_host,
             num_retractions_recompute=retraction.num_recompute,
@@ -143,9 +126,7 @@ class Vitals:
             num_host_pages=host.num_pages,
             num_free_host_pages=host.num_free,
             prefill_busy_s=self.prefill_busy_s,
-            num_queued_tokens=num_queued_tokens,
             prefill_tokens_per_s=self._prefill_rate.measured,
-            reserve_wait_s=reserve_wait_s,
             num_fetched_tokens=self.num_fetched_tokens,
             num_ahead_tokens=self.num_ahead_tokens,
             num_ahead_evicted_tokens=self.num_ahead_evicted_tokens,

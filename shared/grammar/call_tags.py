@@ -23,9 +23,8 @@ from xgrammar.structural_tag import (
 )
 
 from shared.errors import RequestError
-from shared.grammar.nesting import check_nesting
 from shared.grammar.schema_keywords import check_keywords
-from shared.protocol.sampling_params import CallGrammar, Grammar
+from shared.protocol.sampling_params import CallGrammar
 
 _SEPARATORS = {"llama": "; "}
 """Between two calls, where it is no line break."""
@@ -83,7 +82,6 @@ def _tags(calls: CallGrammar, max_whitespace: int) -> Format:
 def _checked(schema: object, what: str) -> str:
     text = msgspec.json.encode(schema).decode()
     try:
-        check_nesting(Grammar("json_schema", text))
         return check_keywords(text)
     except RequestError as error:
         raise RequestError(f"{what}: {error.message.removeprefix('json_schema: ')}", param="calls") from None

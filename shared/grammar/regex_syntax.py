@@ -1,104 +1,140 @@
-"""Which regular expressions XGrammar follows as Python's `re` reads them, with `re.ASCII`, on the whole text.
+"""Writes a regular expression so that XGrammar reads it as Python's `re` does, with `re.ASCII`, on the whole text.
 
-XGrammar 0.2.8 ignores anchors that are not at an end and some lookaheads. It takes unknown escapes for letters, reads
-`a{2}+` as two repetitions and `\\x41b` as one character, and a class that begins with an escaped ^ as its opposite.
-So only the syntax below is let in. tests/prop/test_structured_output.py compares answers with `re` and `regex`.
+XGrammar 0.2.8 ignores anchors that are not at an end and some lookaheads, takes unknown escapes for letters, and
+reads `a{2}+` as two repetitions and `\\x41b` as one character. So the parser of `re` reads the expression, and what
+it found is written in the few forms that both understand. tests/prop/test_structured_output.py compares answers with
+`re` and `regex`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from re import _constants as op  # type: ignore[attr-defined]  # the parser of `re` has no public name
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
 
-from shared.errors import RequestError
+Ranges = Sequence[tuple[int, int]]
+"""First and last characters."""
 
-_ESCAPE = r"""\\(?: [dDwWsS](?!-[^\]]) | [fnrtv!-/:-@\[-`{-~ ] | 0(?![0-9])
-                 | (?: x | u00 ) (?!2[dD]) [0-9A-Fa-f]{2} | u(?!00|[dD][89A-Fa-f])[0-9A-Fa-f]{4} )"""
-_PART = re.compile(
-    rf"""
-      (?P<class> \[ \^?+ (?! \] | \\(?:\^|x5[eE]|u005[eE]) )
-          (?: (?: [^\\\]\[] | \[(?!:) | \\b | {_ESCAPE} ) (?!-\\[dDwWsS]) )++ \] )
-    | (?P<atom> [^\\^$|?*+()\[{{] | {_ESCAPE} )
-    | (?P<repeat> (?: [?*+] | \{{ [0-9]{{1,5}} (?: ,[0-9]{{0,5}} )? \}} ) \?? )
-    | (?P<open> \( (?: \?: | \?P?<[A-Za-z_][A-Za-z0-9_]*> | (?!\?) ) )
-    | (?P<close> \) ) | (?P<bar> \| ) | (?P<begin> \^ ) | (?P<end> \$ )
-    """,
-    re.VERBOSE,
-)
-_WRITTEN = {".": r"[^\n]", r"\s": r"[ \t-\r]"}
-_WRITTEN_IN_CLASS = {r"\s": r" \t-\r", r"\S": r"\u0000-\u0008\u000e-\u001f!-\u{10ffff}"}
-_IN_CLASS = re.compile(r"\\x..|\\u00..|\\.", re.DOTALL)
-_IN_CLASS_OF_JSON = re.compile(r"\\x..|\\u....|\\.|-(?=\]\Z)|[^ -~]", re.DOTALL)
-
-
-def _class_of_json(text: str) -> str:
-    """A class without the characters that JSON escapes.
-
-    XGrammar keeps them out only if all of the regular expression is ASCII, and something else is left.
-    """
-    text = _IN_CLASS_OF_JSON.sub(lambda member: _member_of_json(member[0]), text)
-    return rf"""{text[:-1]}"\\\u{{0}}-\u{{1f}}]""" if text.startswith("[^") else text
+MAX_REPEATS = 99_999
+_LAST = 0x10FFFF
+_SURROGATES: Ranges = ((0xD800, 0xDFFF),)
+_NOT_IN_JSON: Ranges = (*_SURROGATES, (0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
+_CATEGORIES: dict[str, Ranges] = {
+    "digit": ((0x30, 0x39),),
+    "space": ((0x09, 0x0D), (0x20, 0x20)),
+    "word": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
+}
+_ENDS = {
+    **dict.fromkeys((op.AT_BEGINNING, op.AT_BEGINNING_STRING), "is_first"),
+    **dict.fromkeys((op.AT_END, op.AT_END_STRING), "is_last"),
+}
+_UNKNOWN = {
+    op.AT: "an anchor that is not at an end",
+    op.ASSERT: "a lookaround",
+    op.ASSERT_NOT: "a lookaround",
+    op.GROUPREF: "a backreference",
+    op.SUBPATTERN: "flags",
+}
 
 
-def _member_of_json(member: str) -> str:
-    if member == "-":  # the last one, which would become a range
-        return r"\-"
-    code = ord(member) if len(member) == 1 else int(member[2:], 16) if len(member) > 2 else None
-    return _WRITTEN_IN_CLASS.get(member, member) if code is None else f"\\u{{{code:x}}}"
-
-
-def _escape_in_class(escape: str) -> str:
-    """XGrammar takes a hex digit behind some escapes for a part of them, so these are written as the character."""
-    code = int(escape[-2:], 16) if len(escape) > 2 else 0
-    if 0 < code < 0x20 or code >= 0x7F:
-        return chr(code)
-    return _WRITTEN_IN_CLASS.get(escape, escape.replace(r"\x", r"\u00"))
-
-
-def as_written_for_xgrammar(regex: str, *, in_json: bool) -> str:
+def as_written_for_xgrammar(regex: str, *, in_json: bool = False) -> str:
     """Return a regular expression that XGrammar reads as `re` reads `regex`.
 
     `in_json` is for a `pattern`, whose text is a string of JSON: no class has a character that JSON escapes.
-    Raises ValueError for syntax whose meaning XGrammar would change. Errors of syntax that it tells are left to it.
+    Raises ValueError, which says why it cannot be enforced.
     """
+    if posix := re.search(r"\[:\^?\w+:\]", regex):
+        raise ValueError(f"it has {posix[0]}, which is no class here")
+    try:
+        parsed = _parser.parse(regex, re.ASCII)
+        if parsed.state.flags != re.ASCII:
+            raise ValueError("it has flags")
+        return _sequence(parsed, in_json, is_first=True, is_last=True)
+    except (re.error, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("it has more than a few hundred levels of parentheses") from None
+
+
+def _sequence(items: Iterable[Any], in_json: bool, *, is_first: bool = False, is_last: bool = False) -> str:
+    """Write what stands behind each other; `is_first` and `is_last` where the whole text begins and ends there."""
+    items = list(items)
     parts: list[str] = []
-    at = depth = 0
-    before = "bar"
-    while at < len(regex):
-        part = _PART.match(regex, at)
-        kind = str(part.lastgroup) if part else ""
-        wrong = {
-            "": True,
-            "repeat": before not in ("atom", "class", "close"),
-            "begin": depth > 0 or before != "bar",
-            "end": depth > 0,
-        }
-        if before == "end" and kind != "bar":
-            raise ValueError(f"{regex[at - 1 : at + 9]!r} at character {at - 1}")
-        if part is None or wrong.get(kind):
-            raise ValueError(f"{regex[at : at + 10]!r} at character {at}")
-        text = part[0]
-        if kind == "class" and in_json:
-            text = _class_of_json(text)
-        elif kind == "class":
-            text = _IN_CLASS.sub(lambda escape: _escape_in_class(escape[0]), text)
-        if kind == "atom":
-            is_literal = in_json and len(text) == 1 and text > "~"
-            text = _member_of_json(text) if is_literal else text.replace(r"\x", r"\u00")
-        if kind == "repeat" and in_json:
-            # XGrammar ends behind the a of (a*b)?, and enters the repetition from behind in (ab+)? and in a|a{1,2}.
-            text = re.sub(r"^\?", "{0,1}", text) + "(?:)"
-        parts.append("(?:" if kind == "open" else _WRITTEN.get(text, text))
-        depth += {"open": 1, "close": -1}.get(kind, 0)
-        at, before = part.end(), kind
+    for at, (code, value) in enumerate(items):
+        ends = {"is_first": is_first and at == 0, "is_last": is_last and at == len(items) - 1}
+        if (ranges := _ranges(code, value)) is not None:
+            parts.append(_class(ranges, in_json))
+        elif code is op.BRANCH:
+            parts.append(f"(?:{'|'.join(_sequence(branch, in_json, **ends) for branch in value[1])})")
+        elif code is op.SUBPATTERN and value[1:3] == (0, 0):
+            parts.append(f"(?:{_sequence(value[3], in_json, **ends)})")
+        elif code in (op.MAX_REPEAT, op.MIN_REPEAT):
+            parts.append(_repeated(*value, in_json=in_json))
+        elif code is not op.AT or not ends.get(_ENDS.get(value, "")):
+            raise ValueError(f"it has {_UNKNOWN.get(code, str(code).lower())}")
     return "".join(parts)
 
 
-def regex_for_xgrammar(regex: str, kind: Literal["regex", "ebnf"]) -> str:
-    """The same, for a request whose grammar is of this kind. Raises RequestError."""
-    try:
-        return as_written_for_xgrammar(regex, in_json=False)
-    except ValueError as found:
-        raise RequestError(
-            f"{kind}: a regular expression with {found} cannot be enforced", param=kind
-        ) from None
+def _repeated(low: int, high: int, items: Sequence[Any], *, in_json: bool) -> str:
+    bound = low if high == op.MAXREPEAT else high
+    if bound > MAX_REPEATS:
+        raise ValueError(f"it has {bound} repetitions, more than {MAX_REPEATS}")
+    text = _sequence(items, in_json)
+    if len(items) != 1 or _ranges(*items[0]) is None:
+        text = f"(?:{text})"
+    if high == op.MAXREPEAT:
+        text += "*+"[low] if low < 2 else f"{{{low},}}"
+    else:
+        text += f"{{{low},{high}}}"
+    # In JSON, XGrammar ends behind the a of (a*b)?, and enters the repetition from behind in (ab+)? and in a|a{1,2}.
+    return f"{text}(?:)" if in_json else text
+
+
+def _ranges(code: Any, value: Any) -> Ranges | None:
+    """The characters of an item that stands for one character; None for another item."""
+    if code is op.LITERAL:
+        return [(value, value)]
+    if code is op.NOT_LITERAL:
+        return _without([(value, value)])
+    if code is op.ANY:
+        return _without([(10, 10)])
+    if code is op.RANGE:
+        return [value]
+    if code is op.CATEGORY:
+        name = str(value).lower().removeprefix("category_")
+        ranges = _CATEGORIES[name.removeprefix("not_")]
+        return _without(ranges) if name.startswith("not_") else ranges
+    if code is not op.IN:
+        return None
+    is_negative = value[0][0] is op.NEGATE
+    members = [each for item in value[is_negative:] for each in _ranges(*item) or ()]
+    return _without(members) if is_negative else members
+
+
+def _without(ranges: Ranges) -> Ranges:
+    """All characters but these."""
+    others, start = list[tuple[int, int]](), 0
+    for low, high in sorted(ranges):
+        if start < low:
+            others.append((start, low - 1))
+        start = max(start, high + 1)
+    return [*others, (start, _LAST)] if start <= _LAST else others
+
+
+def _class(ranges: Ranges, in_json: bool) -> str:
+    ranges = _without([*_without(ranges), *(_NOT_IN_JSON if in_json else _SURROGATES)])
+    if not ranges:
+        raise ValueError("it has a class without a character that may be written")
+    first, last = ranges[0][0], ranges[-1][1]
+    if first == last:
+        return _char(first)
+    # XGrammar takes an escaped ^ at the beginning for its opposite.
+    begins = _char(last) if first == ord("^") else ""
+    return f"[{begins}{''.join(f'{_char(low)}-{_char(high)}' for low, high in ranges)}]"
+
+
+def _char(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and char.isalnum() else f"\\u{{{code:x}}}"

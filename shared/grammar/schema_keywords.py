@@ -1,19 +1,17 @@
-"""Lets in the keywords of a JSON schema that XGrammar is known to enforce. A request with any other one is refused.
+"""Refuses what XGrammar would not enforce of a JSON schema, each keyword by its name and path.
 
-The rules were found with XGrammar 0.2.8. tests/unit/grammar/test_schema_keywords.py compares each one with the
-library, and tests/prop/test_structured_output.py checks what is generated for random schemas. Two keywords are
-accepted although they are not enforced exactly. `oneOf` is treated as `anyOf`. A `format` without a grammar of its
-own is an annotation, as in JSON Schema. A `pattern` has to match the whole string, which allows less than JSON Schema
-does.
+XGrammar 0.2.8 ignores keywords that it does not know, and known ones beside some others; it writes numbers with at
+most six decimals, and JSON that is none for a few. What it refuses by itself is told in its own words. Each rule here
+is held against the library in tests/unit/grammar/test_schema_keywords.py, and
+tests/prop/test_structured_output.py checks what is generated for random schemas. A schema that XGrammar would enforce
+may be refused too, where a rule that told it apart would be long.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -22,394 +20,262 @@ from shared.grammar.regex_syntax import as_written_for_xgrammar
 
 Schema = dict[str, Any]
 
-_ENFORCED_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""The first of these in a schema is enforced. All keywords beside it are ignored, except `type`."""
-_IMPLY_TYPE = {
+MAX_SCHEMA_DEPTH = 256
+"""Levels of nesting in a schema. XGrammar's time and memory grow with their cube: 400 objects take 11 s."""
+MAX_BOUND = 10**9
+"""Largest magnitude of a bound of `number`. XGrammar adds the last of six decimals as a 64-bit float."""
+MAX_STATES = 4096
+"""XGrammar's time grows with the square of their number: these take 0.3 s of one core."""
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SINGLES = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
+"""Keywords that hold schemas: by name, in a list, or one."""
+_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""The first of these in a schema is enforced. All keywords beside it are ignored."""
+_IMPLIED = {
     **dict.fromkeys(("properties", "additionalProperties", "unevaluatedProperties"), "object"),
     **dict.fromkeys(("items", "prefixItems", "unevaluatedItems"), "array"),
 }
-MAX_STATES = 4096
-"""XGrammar's time grows with the square of their number: these take 0.3 s of one core. A `multipleOf` needs as many
-as its value. An object needs one for each name and each number of names from the least to the most."""
-_LENGTHS = ("minLength", "maxLength")
-_FAR = Fraction(2**64)
+"""Keywords that XGrammar takes for a `type`. Where it has none, it ignores the others below."""
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-MAX_EXCLUSIVE = 10**9
-"""Largest magnitude of an exclusive bound. XGrammar adds its last of six decimals as a 64-bit float."""
-_COUNTS = (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties")
-_NEED_TYPE = (
-    *(*_COUNTS, *_RANGE, "pattern", "format", "multipleOf"),
-    *("required", "patternProperties", "propertyNames", "uniqueItems"),
+_FAR = Fraction(10**30)
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_ANNOTATIONS = (
+    *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions"),
+    *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "nullable"),
+    *("propertyOrdering", "markdownDescription", "errorMessage", "externalDocs"),
 )
-_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
-"""Keywords that allow names which `properties` does not list. Without them XGrammar allows no other names."""
-_CONSTRAINTS = (*_ENFORCED_ALONE, *_IMPLY_TYPE, *_NEED_TYPE)
+"""Keywords that constrain nothing, like all that begin with `x-`. `nullable` is OpenAPI's: null is never given."""
 _FORMATS = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
     *("uri", "uri-reference", "uri-template"),
 )
 _MAY_BE_EMPTY = ("uri-reference", "uri-template")
 """Formats that allow the empty string. All others keep to a `minLength` of 1."""
-_ANNOTATIONS = (
-    *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "discriminator", "nullable"),
-    *("contentEncoding", "contentMediaType", "contentSchema"),
-    *("propertyOrdering", "markdownDescription", "errorMessage", "externalDocs"),
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
+"""Keywords that allow names which `properties` does not list. Without them XGrammar allows no other names."""
+_REF = re.compile(
+    r"#(?:/(?:items|additionalProperties|unevaluatedItems|unevaluatedProperties"
+    r"|(?:properties|patternProperties|\$defs|definitions)/[^/~%]+))*"
 )
-"""Keywords that constrain nothing, like all that begin with `x-`. `nullable` is OpenAPI's: null is never given."""
-
-MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
-SINGLE_SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
+"""References that XGrammar follows, to schemas that are checked."""
 _TYPES: dict[type, str] = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"
 }  # fmt: skip
-_ANY: list[object] = list(_TYPES.values())
-_NOTHING_TO_ESCAPE = re.compile(
-    r"""(?: [^"\\\[\x00-\x1f]
-          | \[ (?! (?: ["\x00-\x1f-] | \\["\\0bfnrtv-] | \\(?:x|u00)(?: [01]. | 22 | 5[cC] ) )++ \] )
-            (?: \\. | [^\]\\] )*+ \]
-          | \\[^"\\\x00-\x1f0cfnrtuvx] )*+""",
-    re.DOTALL | re.VERBOSE,
-)
-"""Matches a pattern without a literal quote, backslash or control character. `\\x` and `\\u` may stand for one.
-
-XGrammar writes such a literal without the escape that JSON needs. It leaves these characters out of [...] and `.`,
-unless nothing else is in a [...].
-"""
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**63 - 1  # type: ignore[arg-type]
-
-
-def _is_exact(value: object) -> bool:
-    """Whether XGrammar writes all numbers in a value as they are: not infinity, nor integers beyond 64 bits."""
-    if isinstance(value, list | dict):
-        return all(map(_is_exact, value.values() if isinstance(value, dict) else value))
-    return (
-        -(2**63) <= value < 2**63
-        if type(value) is int
-        else not isinstance(value, float) or math.isfinite(value)
-    )
-
-
-_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+_ANY = frozenset(_TYPES.values())
+_ANYTHING: tuple[Callable[[Any], bool], str] = (lambda _: True, "")
+_VALUES = {
     **dict.fromkeys(
         _COUNTS, (lambda v: type(v) is int and 0 <= v < 2**31, "an integer from 0 to 2147483647")
     ),
-    **dict.fromkeys(_RANGE, (_is_number, "a number between -2^63 and 2^63")),
-    "format": (
-        lambda v: isinstance(v, str) and v not in ("json-pointer", "relative-json-pointer"),
-        "a string, but not a pointer, in which XGrammar writes quotes and control characters",
-    ),
-    **dict.fromkeys(("pattern", "$ref", "$id", "id"), (lambda v: isinstance(v, str), "a string")),
-    **dict.fromkeys(MAPS_OF_SCHEMAS, (lambda v: isinstance(v, dict), "an object")),
-    **dict.fromkeys(
-        LISTS_OF_SCHEMAS, (lambda v: isinstance(v, list) and bool(v), "a list that is not empty")
-    ),
-    **dict.fromkeys(SINGLE_SCHEMAS, (lambda v: isinstance(v, dict | bool), "a schema")),
-    "prefixItems": (
-        lambda v: isinstance(v, list) and bool(v) and all(isinstance(child, dict) for child in v),
-        "a list of schemas that are objects, and not empty",
-    ),
+    **dict.fromkeys(_RANGE, (lambda v: type(v) in (int, float) and abs(v) < 2**64, "a number of 64 bits")),
+    **dict.fromkeys(("pattern", "$ref"), (lambda v: isinstance(v, str), "a string")),
+    **dict.fromkeys(_MAPS, (lambda v: isinstance(v, dict), "an object")),
     "propertyNames": (
         lambda v: isinstance(v, dict) and v.get("type", "string") == "string",
         "a schema of strings",
     ),
-    "const": (_is_exact, "a value without integers beyond 64 bits and infinity"),
-    "enum": (
-        lambda v: isinstance(v, list) and bool(v) and _is_exact(v),
-        "a list that is not empty and has no integers beyond 64 bits and no infinity",
+    **dict.fromkeys(
+        (*_LISTS, "enum"), (lambda v: isinstance(v, list) and v != [], "a list that is not empty")
     ),
-    "type": (
-        lambda v: v != [] and all(name in (*_ANY, "integer") for name in (v if isinstance(v, list) else [v])),
-        f"one or more of {', '.join(dict.fromkeys(_TYPES.values()))}",
+    **dict.fromkeys((*_SINGLES[:-1], "const"), _ANYTHING),
+    "format": (
+        lambda v: v not in ("json-pointer", "relative-json-pointer"),
+        "no pointer, in which XGrammar writes quotes and control characters",
     ),
-    "required": (
-        lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-        "a list of names",
-    ),
-    "multipleOf": (lambda v: _is_number(v) and v in range(1, 1025), "an integer from 1 to 1024"),
+    "type": (lambda v: v != [], "one name or more"),
+    "required": (lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names"),
+    "multipleOf": (lambda v: type(v) is int and v <= 1024, "an integer up to 1024"),
     "uniqueItems": (lambda v: v is False, "false"),
 }
-"""All keywords that XGrammar enforces, what it takes as their value, and that in words."""
+"""All keywords that XGrammar enforces. Values that it misreads without an error are refused; it tells the others."""
 
 
 def check_keywords(text: str) -> str:
     """Return the schema, with patterns as XGrammar reads them. `text` and the result are JSON.
 
-    Raises RequestError for a schema that XGrammar would not enforce. It names the keyword and its path.
+    Raises RequestError for what is no schema in JSON, or would not be enforced. It names the keyword and its path.
     """
-    root = json.loads(
-        text, strict=False, parse_int=lambda digits: int(digits[:21])
-    )  # beyond 64 bits in any case
-    walk = _Walk(root)
-    for path, keyword, why in _ignored(root, "#", walk):
-        raise RequestError(f"json_schema: {keyword!r} at {path} cannot be enforced{why}", param="json_schema")
+    root = _read(text)
+    num_states, found = 0, list[Schema]()
+    for path, schema in _schemas(root, "#"):
+        for keyword, why in _dropped(schema, root):
+            raise _refused(f"{keyword!r} at {path} cannot be enforced{why}")
+        found.append(schema)
+        num_states += _num_states(schema)
+    if num_states > MAX_STATES:
+        raise _refused(
+            f"multipleOf and counts of properties need {num_states} states of the grammar, over {MAX_STATES}"
+        )
+    for schema in found:
+        if "pattern" in schema:
+            schema["pattern"] = as_written_for_xgrammar(schema["pattern"], in_json=True)
+        if "patternProperties" in schema:
+            schema["patternProperties"] = {
+                as_written_for_xgrammar(pattern, in_json=True): child
+                for pattern, child in schema["patternProperties"].items()
+            }
     return json.dumps(root)
 
 
-@dataclass
-class _Walk:
-    """What is known of the whole schema while its parts are checked."""
-
-    root: object
-    num_states: int = 0
-    num_bases: int = 0
-    """How many bases of references, other than the root, are around the part."""
+def _refused(message: str) -> RequestError:
+    return RequestError(f"json_schema: {message}", param="json_schema")
 
 
-def _ignored(schema: object, path: str, walk: _Walk) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, keyword, reason) of each ignored keyword. The reason follows the words "cannot be enforced".
-
-    Once all of a schema was yielded, its patterns are changed to what XGrammar reads in the same way.
-    """
-    if not isinstance(schema, dict):
-        return
-    if _is_any_name(schema.get("propertyNames")) and not {"properties", *_OPEN[:3]}.isdisjoint(schema):
-        del schema["propertyNames"]
-    for keyword, why in _ignored_here(schema, walk.root):
-        yield path, keyword, why
-    keyword, num_states = _num_states(schema)
-    walk.num_states += num_states
-    if walk.num_states > MAX_STATES:
-        why = f": with what is before it, it needs {walk.num_states} states of the grammar, over {MAX_STATES}"
-        yield path, keyword, why
-    is_base = path != "#" and not {"$id", "id"}.isdisjoint(schema)
-    walk.num_bases += is_base
-    if walk.num_bases and "$ref" in schema:
-        yield path, "$ref", " below '$id' or 'id', but at the root, since it is the base of references"
-    for keyword in (*MAPS_OF_SCHEMAS, *LISTS_OF_SCHEMAS):
-        children = schema.get(keyword, {})
-        for name, child in children.items() if isinstance(children, dict) else enumerate(children):
-            if not isinstance(child, dict) and child is not True:
-                yield f"{path}/{keyword}/{name}", keyword, _expected("a schema that allows something", child)
-            yield from _ignored(child, f"{path}/{keyword}/{name}", walk)
-    for keyword in SINGLE_SCHEMAS:
-        yield from _ignored(schema.get(keyword), f"{path}/{keyword}", walk)
-    if "propertyNames" in schema:
-        names = {"type": "string", **schema["propertyNames"]}
-        yield from _ignored(names, f"{path}/propertyNames", walk)
-        schema["propertyNames"] = names
-    walk.num_bases -= is_base
-    if "pattern" in schema:
-        schema["pattern"] = as_written_for_xgrammar(schema["pattern"], in_json=True)
-    if "patternProperties" in schema:
-        schemas = schema["patternProperties"].items()
-        schema["patternProperties"] = {
-            as_written_for_xgrammar(pattern, in_json=True): child for pattern, child in schemas
-        }
-
-
-def _is_annotation(keyword: str) -> bool:
-    return keyword in _ANNOTATIONS or keyword.startswith("x-")
-
-
-def _is_any_name(names: object) -> bool:
-    """Whether a `propertyNames` allows all names."""
-    return isinstance(names, dict) and all(
-        value == "string" if keyword == "type" else _is_annotation(keyword)
-        for keyword, value in names.items()
-    )
-
-
-def _num_states(schema: Schema) -> tuple[str, int]:
-    """The keyword that costs the most, and what MAX_STATES limits."""
-    if "multipleOf" in schema:
-        return "multipleOf", int(schema["multipleOf"])
-    counted = next((keyword for keyword in ("minProperties", "maxProperties") if schema.get(keyword)), None)
-    if counted is None:
-        return "", 0
-    num_names = len(schema.get("properties", {}))
-    most = min(num_names, schema.get("maxProperties", num_names))
-    return counted, num_names * max(1, most - schema.get("minProperties", 0) + 1)
-
-
-def _expected(what: str, value: object) -> str:
-    shown = json.dumps(value)
-    return f": it must be {what}, not {shown if len(shown) <= 20 else shown[:20] + '...'}"
-
-
-def _ignored_here(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and not _is_schema_here(ref):
-        yield "$ref", ": only a schema in the schema itself can be referred to, as '#' or '#/$defs/...'"
-    elif isinstance(ref, str) and _target(ref, root) is None:
-        yield "$ref", f": there is no schema at {ref}"
-    elif isinstance(ref, str) and _leads_to_itself(schema, root):
-        yield "$ref", ": it leads to nothing but itself"
-    for keyword, value in schema.items():
-        is_right, what = _VALUES.get(keyword, (None, ""))
-        if is_right is None and not _is_annotation(keyword):
-            yield keyword, ""
-        if is_right is not None and not is_right(value):
-            yield keyword, _expected(what, value)
-    keyword = "pattern" if "pattern" in schema else "patternProperties"
-    for pattern in [schema["pattern"]] if "pattern" in schema else schema.get("patternProperties", {}):
-        try:
-            as_written_for_xgrammar(pattern, in_json=True)
-        except ValueError as found:
-            yield keyword, f" with {found}"
-        if not _NOTHING_TO_ESCAPE.fullmatch(pattern):
-            yield keyword, " with \\x, \\u, a quote, a backslash or a control character outside of [...]"
-    deciding = _deciding(schema)
-    if deciding is not None:
-        if deciding == "allOf" and len(schema["allOf"]) != 1:
-            yield "allOf", " unless it has one schema"
-        beside = [keyword for keyword in _CONSTRAINTS if keyword in schema and keyword != deciding]
-        if deciding == "const" and json.dumps(schema["const"]) in map(json.dumps, schema.get("enum", [])):
-            beside.remove("enum")  # as pydantic writes a Literal of one value
-        yield from ((keyword, f" beside {deciding!r}") for keyword in beside)
-        if "type" in schema and not _keeps_to_type(schema, deciding, root):
-            yield "type", f" beside {deciding!r}, which allows other types"
-    elif "type" in schema or any(keyword in schema for keyword in _IMPLY_TYPE):
-        yield from _ignored_beside(schema)
-    else:
-        yield from ((keyword, " without 'type'") for keyword in _NEED_TYPE if keyword in schema)
-
-
-def _is_schema_here(ref: str) -> bool:
-    """Whether `ref` leads through keywords that hold schemas, all of which are checked."""
-    keys = ref.split("/")
-    if keys.pop(0) != "#" or "" in keys or "~" in ref or "%" in ref:  # XGrammar does not read these
-        return False
-    while keys:
-        keyword = keys.pop(0)
-        if keyword in MAPS_OF_SCHEMAS and keys:
-            del keys[0]
-        elif keyword not in SINGLE_SCHEMAS:
-            return False
-    return True
-
-
-def _keeps_to_type(schema: Schema, deciding: str, root: object) -> bool:
-    """Whether all that the keyword `deciding` allows is of the `type` beside it."""
-    stated, allowed = _stated_types(schema), _allowed_types({deciding: schema[deciding]}, root)
-    return all(name in stated or (name == "integer" and "number" in stated) for name in allowed)
-
-
-def _stated_types(schema: Schema) -> list[object]:
-    types = schema["type"]
-    return types if isinstance(types, list) else [types]
-
-
-def _allowed_types(schema: object, root: object, seen: frozenset[str] = frozenset()) -> list[object]:
-    """The types of what `schema` allows, or more. A stated `type` is believed, since the schema itself is checked.
-
-    `seen` are the references on the way here: a schema that refers to itself may allow anything.
-    """
-    if isinstance(schema, dict) and "type" in schema:
-        return _stated_types(schema)
-    deciding = _deciding(_dict(schema))
-    if deciding is None:
-        return next(([_IMPLY_TYPE[keyword]] for keyword in _IMPLY_TYPE if keyword in _dict(schema)), _ANY)
-    value = _dict(schema)[deciding]
-    if deciding == "$ref":
-        return _ANY if value in seen else _allowed_types(_target(str(value), root), root, seen | {str(value)})
-    members = [value] if deciding == "const" else value
-    if not isinstance(members, list):
-        return _ANY
-    if deciding in ("const", "enum"):
-        return ["integer" if isinstance(v, float) and v.is_integer() else _TYPES[type(v)] for v in members]
-    return [name for member in members for name in _allowed_types(member, root, seen)]
-
-
-def _leads_to_itself(schema: object, root: object, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether references lead round in a circle, with no other way out. `seen` are those on the way here."""
-    schema = _dict(schema)
-    deciding = _deciding(schema)
-    if deciding == "$ref":
-        ref = str(schema["$ref"])
-        return ref in seen or _leads_to_itself(_target(ref, root), root, seen | {ref})
-    members = schema[deciding] if deciding in LISTS_OF_SCHEMAS else []
-    return (
-        isinstance(members, list) and bool(members) and all(_leads_to_itself(m, root, seen) for m in members)
-    )
-
-
-def _deciding(schema: Schema) -> str | None:
-    return next((keyword for keyword in _ENFORCED_ALONE if keyword in schema), None)
-
-
-def _target(ref: str, root: object) -> object:
-    """The schema that `ref` names; None where there is none. XGrammar finds no members of lists either."""
-    for key in ref.split("/")[1:]:
-        root = _dict(root).get(key)
+def _read(text: str) -> Any:
+    try:
+        root = json.loads(text, parse_int=_int64)
+        if _depth(root) > MAX_SCHEMA_DEPTH:
+            raise RecursionError
+    except RecursionError:
+        raise _refused(f"nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
+    except ValueError as error:
+        raise _refused(f"Failed to parse JSON: {error}") from None
     return root
 
 
-def _dict(value: object) -> Schema:
-    return value if isinstance(value, dict) else {}
+def _int64(digits: str) -> int:
+    """XGrammar writes other integers as floats."""
+    value = int(digits)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{digits[:30]} is beyond 64 bits")
+    return value
 
 
-def _ignored_beside(schema: Schema) -> Iterator[tuple[str, str]]:
-    """Yield the keywords that are ignored beside another one of the same type."""
+def _depth(node: object) -> int:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+def _schemas(schema: object, path: str) -> Iterator[tuple[str, Schema]]:
+    """Yield each schema with its path, before those in it."""
+    if not isinstance(schema, dict):
+        return
+    yield path, schema
+    for keyword in (*_MAPS, *_LISTS):
+        children = schema.get(keyword, {})
+        for name, child in children.items() if isinstance(children, dict) else enumerate(children):
+            yield from _schemas(child, f"{path}/{keyword}/{name}")
+    if "propertyNames" in schema:
+        schema["propertyNames"] = {"type": "string", **schema["propertyNames"]}
+    for keyword in _SINGLES:
+        yield from _schemas(schema.get(keyword), f"{path}/{keyword}")
+
+
+def _dropped(schema: Schema, root: object) -> Iterator[tuple[str, str]]:
+    """Yield (keyword, reason) of what is ignored in a schema. The reason follows the words "cannot be enforced"."""
+    alone = next((keyword for keyword in _ALONE if keyword in schema), None)
+    if alone == "const" and json.dumps([schema["const"]]) == json.dumps(schema.get("enum")):
+        del schema["enum"]  # as pydantic writes a Literal of one value
+    has_type = "type" in schema or not _IMPLIED.keys().isdisjoint(schema)
+    for keyword, value in schema.items():
+        is_free = keyword in _ANNOTATIONS or keyword.startswith("x-")
+        fits, what = _VALUES.get(keyword, _ANYTHING)
+        if keyword not in _VALUES and not is_free:
+            yield keyword, ""
+        elif not fits(value):
+            shown = json.dumps(value)
+            yield keyword, f": it must be {what}, not {shown if len(shown) <= 20 else shown[:20] + '...'}"
+        elif alone is not None and not is_free and keyword not in (alone, "type"):
+            yield keyword, f" beside {alone!r}"
+        elif alone is None and not is_free and not has_type:
+            yield keyword, " without 'type'"
+    if alone is not None:
+        yield from _dropped_of_choices(schema, alone, root)
+        return
+    yield from _dropped_of_strings(schema)
+    yield from _dropped_of_numbers(schema, _types(schema))
+    yield from _dropped_of_objects(schema)
+
+
+def _dropped_of_choices(schema: Schema, alone: str, root: object) -> Iterator[tuple[str, str]]:
+    value = schema[alone]
+    if alone == "$ref" and not _REF.fullmatch(value):
+        yield "$ref", ": only a schema in the schema itself can be referred to, as '#' or '#/$defs/...'"
+    if alone == "allOf" and len(value) != 1:
+        yield "allOf", " unless it has one schema"
+    if "type" in schema:
+        members = [schema] if alone == "$ref" else [value] if alone == "const" else value
+        if alone in ("const", "enum"):
+            allowed = {_TYPES[type(member)] for member in members}
+        else:
+            allowed = {name for member in members for name in _types(_target(member, root))}
+        stated = _types({"type": schema["type"]})
+        if not allowed <= stated | ({"integer"} if "number" in stated else set()):
+            yield "type", f" beside {alone!r}, which may allow other types"
+
+
+def _types(schema: object) -> frozenset[str]:
+    """The types that a schema states or else implies; all, where it does neither."""
+    types = schema.get("type", []) if isinstance(schema, dict) else []
+    if isinstance(schema, dict) and not types and all(keyword not in schema for keyword in _ALONE):
+        types = [name for keyword, name in _IMPLIED.items() if keyword in schema]
+    names = types if isinstance(types, list) else [types]
+    return frozenset(name for name in names if isinstance(name, str)) or _ANY
+
+
+def _target(schema: object, root: Any) -> object:
+    """The schema itself, or what it refers to. None where there is none, which XGrammar tells."""
+    if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+        return schema
+    for key in schema["$ref"].split("/")[1:]:
+        root = root.get(key) if isinstance(root, dict) else None
+    return root
+
+
+def _dropped_of_strings(schema: Schema) -> Iterator[tuple[str, str]]:
     has_format = schema.get("format") in _FORMATS
-    if has_format and "pattern" in schema:
-        yield "pattern", " beside 'format'"
     spelled = "format" if has_format else "pattern"
-    if spelled in schema:
-        is_kept = has_format and schema["format"] not in _MAY_BE_EMPTY and schema.get("minLength", 2) < 2
-        beside = [
-            keyword for keyword in _LENGTHS if keyword in schema and not (is_kept and keyword == "minLength")
-        ]
-        yield from ((keyword, f" beside {spelled!r}") for keyword in beside)
-    for least, most in zip(_COUNTS[::2], _COUNTS[1::2], strict=True):
-        if schema.get(least, 0) > schema.get(most, math.inf):
-            yield least, f" above {most!r}"
-    yield from _ignored_of_numbers(schema)
+    for keyword in ("pattern", "minLength", "maxLength") if spelled in schema else ():
+        is_kept = has_format and keyword == "minLength" and schema["format"] not in _MAY_BE_EMPTY
+        if keyword in schema and keyword != spelled and not (is_kept and schema["minLength"] < 2):
+            yield keyword, f" beside {spelled!r}"
+    patterns = {"pattern": [schema["pattern"]]} if "pattern" in schema else {}
+    for keyword, texts in {**patterns, "patternProperties": schema.get("patternProperties", ())}.items():
+        for text in texts:
+            try:
+                as_written_for_xgrammar(text, in_json=True)
+            except ValueError as found:
+                yield keyword, f": {found}"
+
+
+def _dropped_of_numbers(schema: Schema, types: Collection[str]) -> Iterator[tuple[str, str]]:
+    """XGrammar writes numbers with a bound with at most six decimals, and nothing where none is within the bounds."""
+    bounds = {keyword: Fraction(str(schema[keyword])) * 10**6 for keyword in _RANGE if keyword in schema}
+    if "multipleOf" in schema and (bounds or "number" in types):
+        yield "multipleOf", " but for integers without bounds"
+    for keyword, bound in bounds.items() if "number" in types else ():
+        if bound % 1 or abs(bound) > MAX_BOUND * 10**6:
+            yield keyword, f" of numbers with more than six decimals, or above {MAX_BOUND} in magnitude"
+    lowest = max(bounds.get("minimum", -_FAR), bounds.get("exclusiveMinimum", -_FAR) + 1)
+    highest = min(bounds.get("maximum", _FAR), bounds.get("exclusiveMaximum", _FAR) - 1)
+    if lowest > highest:
+        yield next(iter(bounds)), ": no number of six decimals is within the bounds"
+
+
+def _dropped_of_objects(schema: Schema) -> Iterator[tuple[str, str]]:
     names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     if len(patterns) > 1 or (patterns and names):
         yield "patternProperties", " beside 'properties' or another pattern, since both may apply to a name"
-    for keyword in ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"):
-        is_ignored = schema.get(keyword) is False if keyword in _OPEN[:2] else keyword in schema
-        if "propertyNames" in schema and is_ignored:
-            yield "propertyNames", f" beside {keyword!r}"
+    closing: list[str] = [keyword for keyword in _MAPS[:2] if keyword in schema]
+    closing += [keyword for keyword in _OPEN[:2] if schema.get(keyword) is False]
+    if "propertyNames" in schema and closing:
+        yield "propertyNames", f" beside {closing[0]!r}"
     if any(name not in names for name in schema.get("required", [])):
         yield "required", " for names that are not in 'properties'"
-    num_required = len(set(schema.get("required", [])))
-    if schema.get("maxProperties", math.inf) < num_required:
-        yield "maxProperties", " below the number of required names"
     is_open = any(schema.get(keyword, False) is not False for keyword in _OPEN)
     if is_open and schema.get("minProperties", 0) > 1:
         yield "minProperties", " above 1 where names are free, since a name may be written twice"
-    if not is_open and schema.get("minProperties", 0) > len(names):
-        yield "minProperties", " above the number of names in 'properties'"
     if is_open and any(json.dumps(name) != f'"{name}"' for name in names):
         yield "properties", " with a name outside ASCII or with an escape, where other names are free"
-    num_first = len(schema.get("prefixItems", []))
-    if schema.get("maxItems", math.inf) < num_first:
-        yield "maxItems", " below the number of 'prefixItems'"
-    others = schema.get("items", schema.get("unevaluatedItems", False))
-    if others is False and schema.get("minItems", 0) > num_first:
-        yield "minItems", " above the number of 'prefixItems' without 'items'"
 
 
-def _ignored_of_numbers(schema: Schema) -> Iterator[tuple[str, str]]:
-    """Yield what numbers do not keep to. XGrammar writes those with a bound with at most six decimals."""
-    types = _stated_types(schema) if "type" in schema else []
-    if "multipleOf" in schema and "number" in types:
-        yield "multipleOf", " but for integers"
-    given = {keyword: Fraction(str(schema[keyword])) for keyword in _RANGE if keyword in schema}
-    yield from (("multipleOf", f" beside {keyword!r}") for keyword in given if "multipleOf" in schema)
-    if "integer" in types:
-        yield from (
-            (keyword, " of integers unless it is one") for keyword, bound in given.items() if bound % 1
-        )
-    for keyword, bound in given.items() if "number" in types else ():
-        if bound % 1 == 0 and bound != Fraction(float(bound)):
-            yield keyword, " of numbers, since no 64-bit float is this integer"
-        if keyword.startswith("exclusive") and abs(bound) > MAX_EXCLUSIVE:
-            yield keyword, f" of numbers above {MAX_EXCLUSIVE} in magnitude, where six decimals are not exact"
-    scale = 10**6 if "number" in types else 1
-    lowest = max(
-        math.ceil(given.get("minimum", -_FAR) * scale),
-        math.floor(given.get("exclusiveMinimum", -_FAR) * scale) + 1,
-    )
-    highest = min(
-        math.floor(given.get("maximum", _FAR) * scale),
-        math.ceil(given.get("exclusiveMaximum", _FAR) * scale) - 1,
-    )
-    if given and lowest > highest:
-        yield next(iter(given)), ": no number of at most six decimals is within the bounds"
+def _num_states(schema: Schema) -> int:
+    """What MAX_STATES limits: a `multipleOf` needs as many as its value, an object one for each name and count."""
+    if schema.get("minProperties") or schema.get("maxProperties"):
+        num_names = len(schema.get("properties", {}))
+        most: int = min(num_names, schema.get("maxProperties", num_names))
+        return num_names * max(1, most - int(schema.get("minProperties", 0)) + 1)
+    return int(schema.get("multipleOf", 0))

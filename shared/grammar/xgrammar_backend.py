@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shared.errors import RequestError
 from shared.grammar.call_tags import structural_tag, written_around
-from shared.grammar.nesting import check_nesting
-from shared.grammar.regex_syntax import regex_for_xgrammar
+from shared.grammar.regex_syntax import as_written_for_xgrammar
 from shared.grammar.schema_keywords import check_keywords
 from shared.protocol.sampling_params import CallGrammar, Grammar
 
@@ -211,7 +210,6 @@ class XGrammarBackend:
         return compiled
 
     def _compile(self, grammar: Grammar) -> XGrammarCompiled:
-        check_nesting(grammar)
         pieces = self._pieces
         try:
             match grammar.kind:
@@ -221,7 +219,7 @@ class XGrammarBackend:
                         text, max_whitespace_cnt=MAX_WHITESPACE
                     )
                 case "regex":
-                    compiled = self._compiler.compile_regex(regex_for_xgrammar(grammar.text, "regex"))
+                    compiled = self._compiler.compile_regex(as_written_for_xgrammar(grammar.text))
                 case "ebnf":
                     compiled = self._compiler.compile_grammar(grammar.text)
                 case "calls":

@@ -177,15 +177,6 @@ def test_an_answer_matches_the_regex(world: World, kind: Literal["regex", "json_
 
 # --- classes in patterns
 
-MEMBERS_OF_JSON = ["é", r"\xe9", r"\u4e00", "一", " -~", "!-#", "~-é", r"\S", r"\W", r"\D"]
-MEMBERS_OF_JSON += [r"\s", r"\d", r"\w", "a-z", "0-9", '"', r"\\", r"\n", r"\x00-\x1f", r"\x7f", "b"]
-MEMBERS_OF_JSON += [r"\t", "-", "\t", r"\u0041"]
-CLASSES_OF_JSON = st.one_of(
-    SETS,
-    st.tuples(
-        st.sampled_from(["[", "[^"]), st.lists(st.sampled_from(MEMBERS_OF_JSON), min_size=1, max_size=3)
-    ).map(lambda parts: f"{parts[0]}{''.join(parts[1])}]"),
-)
 IN_A_SCHEMA = [
     ('"', lambda pattern: {"type": "string", "pattern": pattern}),
     ('{"', lambda pattern: {"type": "object", "propertyNames": {"pattern": pattern}, "minProperties": 1}),
@@ -196,31 +187,26 @@ IN_A_SCHEMA = [
 @pytest.mark.parametrize(
     ("opening", "schema"), IN_A_SCHEMA, ids=["pattern", "propertyNames", "patternProperties"]
 )
-@given(
-    pattern=CLASSES_OF_JSON,
-    before=st.sampled_from(["", "é", "a", "\x7f"]),
-    after=st.sampled_from(["", "一?"]),
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("é", ""), ("", "一?")])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ".",
+        r"\W",
+        r"\S",
+        r"\s",
+        "[^é]",
+        "[^一-龥]",
+        "[ -~é]",
+        r"[^\x00-\x1f\x7f]",
+        "[^a-]",
+    ]
+    + [r"[\d\xe9]", r'["\\a]', r"[\n-b]", r"[^\W\d]", r"[\u4e00-]", r"[~-é]", r"[\^-z]"],
 )
-@settings(max_examples=2 * NUM_EXAMPLES)
-@example(pattern=r"\W", before="é", after="")
-@example(pattern=".", before="", after="一?")
-@example(pattern="[^é]", before="", after="")
-@example(pattern=r"[^\x00-\x1f]", before="", after="")
-@example(pattern=r"[^\x00-\x1f\x7f]", before="", after="")
-@example(pattern="[^一-龥]", before="", after="")
-@example(pattern="[ -~é]", before="", after="")
-@example(pattern=r"[^\S ]", before="", after="")
-@example(pattern=r"[^ -~\S]", before="", after="")
-@example(pattern="[^a-]", before="", after="")
 def test_a_class_in_a_pattern_keeps_to_json(
-    world: World, opening: str, schema: Callable[[str], object], pattern: str, before: str, after: str
+    world: World, opening: str, schema: Callable[[str], object], before: str, pattern: str, after: str
 ) -> None:
-    message = r"json_schema: '\w+' at #|json_schema: .* parser error"
-    compiled = compile_or_refuse(
-        world, Grammar("json_schema", json.dumps(schema(f"{before}{pattern}{after}"))), message
-    )
-    if compiled is None:
-        return
+    compiled = world.backend.compile(Grammar("json_schema", json.dumps(schema(f"{before}{pattern}{after}"))))
 
     def takes(text: str) -> bool:
         state = compiled.new_matcher()
@@ -230,12 +216,10 @@ def test_a_class_in_a_pattern_keeps_to_json(
     opening += before
     assert takes(opening)
     assert not takes(f'{opening}""')
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        allowed = re.compile(pattern, re.ASCII)
+    allowed = re.compile(pattern, re.ASCII)
     for char in "\\\n\r\t\x00":
         assert not takes(opening + char)
-    for char in "abz09 ~!#é一þ_-A\x7f":
+    for char in "abz09 ~!#é一þ_-A^\x7f":
         assert takes(f'{opening}{char}"') == bool(allowed.fullmatch(char)), char
 
 
@@ -427,7 +411,7 @@ def test_an_answer_follows_the_schema(world: World) -> None:
     @settings(max_examples=NUM_EXAMPLES)
     def check(schema: dict[str, Any], seed: int) -> None:
         grammar = Grammar("json_schema", json.dumps(schema))
-        message = r"json_schema: '[^']+' at #|json_schema: .* parser error"
+        message = r"json_schema: "
         compiled = compile_or_refuse(world, grammar, message)
         seen.num_compiled += compiled is not None
         for text in answers(world, compiled, seed):

@@ -14,19 +14,7 @@ from shared.scheduling.retraction import RetractionCounts
 
 
 def publish(vitals: Vitals, *, idle: bool) -> Load:
-    vitals.publish(
-        idle=idle,
-        num_running=0,
-        num_waiting=0,
-        num_transferring=0,
-        num_bootstrapping=0,
-        num_queued_tokens=0,
-        reserve_wait_s=0.0,
-        links=(),
-        unreachable={},
-        schedule_policy="fcfs",
-        retraction=RetractionCounts(),
-    )
+    vitals.publish(Load(), RetractionCounts(), idle=idle)
     return vitals.load()
 
 

@@ -14,7 +14,7 @@ import pytest
 import xgrammar
 
 from shared.errors import RequestError
-from shared.grammar.schema_keywords import MAX_STATES, check_keywords
+from shared.grammar.schema_keywords import MAX_SCHEMA_DEPTH, MAX_STATES, check_keywords
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": INT}, "required": ["a"]}
@@ -25,16 +25,12 @@ DROPPED: list[tuple[str, str, object, object]] = [
     ("if", "#", {**OBJECT, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, {"a": 1}),
     ("uniqueItems", "#", {"type": "array", "items": INT, "uniqueItems": True}, [1, 1]),
     ("dependentRequired", "#", {"type": "object", "properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, {"a": 1}),
-    ("dependencies", "#", {"type": "object", "properties": {"a": {}}, "dependencies": {"a": ["b"]}}, {"a": 1}),
-    ("dependentSchemas", "#", {"type": "object", "properties": {"a": {}}, "dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1}),
     ("$ref", "#", {"$ref": "http://127.0.0.1:9/x"}, 1),
-    ("$ref", "#/properties/a", {"type": "object", "properties": {"a": {"$ref": "file:///etc/passwd"}}}, {"a": 1}),
     ("$ref", "#", {"$ref": "#name", "$defs": {"x": {"$anchor": "name", **INT}}}, "a"),
     ("$dynamicRef", "#", {"$dynamicRef": "#x", "$defs": {"x": {"$dynamicAnchor": "x", **INT}}}, "a"),
     ("minimum", "#", {"$ref": "#/$defs/x", "minimum": 5, "$defs": {"x": INT}}, 1),
     ("minimum", "#", {"enum": [1, 5], "minimum": 3}, 1),
     ("allOf", "#", {"allOf": [{"anyOf": [INT, STR]}, {"anyOf": [INT, {"type": "null"}]}]}, [1]),
-    ("allOf", "#/items", {"type": "array", "items": {"allOf": [INT, {"type": "integer", "minimum": 3}]}}, [1]),
     ("properties", "#", {**OBJECT, "allOf": [{"required": ["b"]}]}, {"x": 1}),
     ("required", "#/anyOf/0", {"anyOf": [{"required": ["b"]}, INT]}, "x"),
     ("oneOf", "#", {"anyOf": [INT], "oneOf": [STR]}, 1),
@@ -43,7 +39,6 @@ DROPPED: list[tuple[str, str, object, object]] = [
     ("type", "#", {"const": 1.5, "type": "integer"}, 1.5),
     ("type", "#", {"anyOf": [STR, INT], "type": "integer"}, "a"),
     ("type", "#", {"$ref": "#/$defs/x", "type": "string", "$defs": {"x": INT}}, 1),
-    ("$ref", "#", {"$ref": "#/x/y", "x": {"y": {"type": "string", "not": {}}}}, "a"),
     ("pattern", "#", {"type": "string", "pattern": "^(?!a)[ab]$"}, "a"),
     ("minimum", "#", {"minimum": 3}, 1),
     ("minLength", "#/$defs/x", {"$ref": "#/$defs/x", "$defs": {"x": {"minLength": 3}}}, "a"),
@@ -63,30 +58,20 @@ DROPPED: list[tuple[str, str, object, object]] = [
     ("contains", "#/properties/a", {"type": "object", "properties": {"a": {"type": "array", "items": INT, "contains": {"const": 1}}}}, {"a": [2]}),
     ("maxLength", "#", {"type": "string", "maxLength": -1}, "a"),
     ("maxLength", "#", {"type": "string", "maxLength": 2**31}, "a"),
-    ("maxLength", "#/items", {"type": "array", "items": {"type": "string", "maxLength": -1}}, ["a"]),
     ("type", "#", {"type": []}, 1),
-    ("type", "#/properties/a", {"type": "object", "properties": {"a": {"type": []}}}, {"a": "x"}),
     ("pattern", "#", {"type": "string", "pattern": "a^b"}, "ab"),
-    ("pattern", "#", {"type": "string", "pattern": "a$b"}, "ab"),
     ("pattern", "#", {"type": "string", "pattern": "a{2}+"}, "aaaa"),
-    ("pattern", "#", {"type": "string", "pattern": r"\Aab\Z"}, "AabZ"),
     ("pattern", "#", {"type": "string", "pattern": "ab(?=c)"}, "ab"),
     ("patternProperties", "#", {"type": "object", "patternProperties": {"a$b": INT}}, {"ab": 1}),
     ("propertyNames", "#", {"type": "object", "propertyNames": {"maxLength": 1}, "additionalProperties": False}, {"a": 1}),
     ("properties", "#", {"type": "object", "properties": {"é": INT}, "additionalProperties": STR}, {"\u00e9": "x"}),
-    ("maximum", "#", {"type": "number", "maximum": -(2**63) - 1}, -(2**63)),
     ("propertyNames", "#", {"type": "object", "properties": {"b": {}}, "propertyNames": {"pattern": "^a$"}}, {"b": 1}),
     ("required", "#", {"type": "object", "propertyNames": {"pattern": "^a+$"}, "required": ["a"]}, {"aa": 1}),
-    ("required", "#", {"type": "object", "patternProperties": {"^a+$": INT}, "required": ["a"]}, {"aa": 1}),
     ("required", "#", {"type": "object", "additionalProperties": INT, "required": ["a"]}, {"b": 1}),
     ("required", "#", {**OBJECT, "required": ["a", "b"], "additionalProperties": False}, {"a": 1}),
     ("patternProperties", "#", {"type": "object", "properties": {"a": STR}, "patternProperties": {"^a$": INT}}, {"a": "x"}),
-    ("patternProperties", "#", {"type": "object", "properties": {"ab": STR}, "patternProperties": {"^a": INT}}, {"ab": "x"}),
     ("patternProperties", "#", {"type": "object", "patternProperties": {"^a$": INT, "^a+$": STR}}, {"a": "x"}),
     ("type", "#", {"type": "integer", "anyOf": [{}]}, "a"),
-    ("type", "#", {"type": "integer", "oneOf": [True]}, "a"),
-    ("type", "#", {"type": "integer", "anyOf": [{"properties": {"a": INT}}]}, {"a": 1}),
-    ("type", "#", {"type": "integer", "anyOf": [{"items": INT}]}, [1]),
     ("type", "#", {"type": "integer", "anyOf": [{"anyOf": [{"enum": ["a"]}]}]}, "a"),
     ("type", "#", {"type": "integer", "allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": {"anyOf": [INT, STR]}}}, "a"),
     ("allOf", "#", {"type": "integer", "allOf": []}, "a"),
@@ -100,24 +85,14 @@ DROPPED: list[tuple[str, str, object, object]] = [
 DROPPED_TEXTS: list[tuple[str, str, object, str]] = [
     # the same, with a value that only its text shows
     ("minimum", "#", {"type": "number", "minimum": 3.14159265, "maximum": 3.14159266}, ""),
-    ("minimum", "#", {"type": "number", "minimum": 1e-7, "maximum": 2e-7}, ""),
     ("exclusiveMinimum", "#", {"type": "number", "exclusiveMinimum": 0.999999, "exclusiveMaximum": 1}, ""),
-    ("minimum", "#/properties/k", {"type": "object", "properties": {"k": {"type": "number", "maximum": 2e-7, "minimum": 1e-7}}}, '{"k":}'),
-    ("const", "#", {"const": 12345678901234567890}, "1.2345678901234567e+19"),
-    ("const", "#", {"const": {"a": [-(2**63) - 1]}}, '{"a":[-9.2233720368547758e+18]}'),
-    ("enum", "#", {"enum": [1, 2**63]}, "9.2233720368547758e+18"),
     ("anyOf", "#", {"anyOf": []}, ""),
     ("format", "#", {"type": "string", "format": "json-pointer"}, '"/\t"'),
-    ("format", "#/items", {"type": "array", "items": {"type": "string", "format": "relative-json-pointer"}}, '["0/"0"]'),
     ("propertyNames", "#", {"type": "object", "propertyNames": {"type": ["string", "null"]}}, "{null: 1}"),
-    ("pattern", "#", {"type": "string", "pattern": "^[\t]$"}, '"\t"'),
     ("pattern", "#", {"type": "string", "pattern": r"^[\x22]$"}, '"""'),
     ("minProperties", "#", {"type": "object", "additionalProperties": INT, "minProperties": 2}, '{"a": 1, "a": 2}'),
-    ("minProperties", "#", {"type": "object", "propertyNames": {"pattern": "^a$"}, "minProperties": 2}, '{"a": 1, "a": 2}'),
-    ("minProperties", "#", {"type": "object", "patternProperties": {"^a$": INT}, "minProperties": 2}, '{"a": 1, "a": 2}'),
     ("pattern", "#", {"type": "string", "pattern": '^"$'}, '"""'),
     ("pattern", "#", {"type": "string", "pattern": r"^\\$"}, '"\\"'),
-    ("pattern", "#", {"type": "string", "pattern": r"^\t$"}, '"\t"'),
     ("pattern", "#", {"type": "string", "pattern": "^\t$"}, '"\t"'),
     ("pattern", "#", {"type": "string", "pattern": r"^[ab]\x22$"}, '"a""'),
     ("patternProperties", "#", {"type": "object", "patternProperties": {r"^\u0022$": INT}}, '{""": 1}'),
@@ -147,10 +122,8 @@ ENFORCED: list[tuple[object, object, object]] = [
     ({"type": "object", "additionalProperties": INT, "minProperties": 1}, {"a": 1}, {}),
     ({"type": "object", "properties": {"a": INT, "b": INT}, "minProperties": 2}, {"a": 1, "b": 1}, {"b": 1}),
     ({"type": "object", "$ref": "#/$defs/x", "$defs": {"x": OBJECT}}, {"a": 1}, "a"),
-    ({"type": ["string", "number"], "anyOf": [{"enum": ["a", 1]}, {"const": 2.5}]}, 1, None),
     ({"type": "string", "pattern": r'^[^"]\d["a\t\\]?$'}, "a1", 'a1"'),
     ({"type": "string", "pattern": "^a|b$"}, "b", "ab"),
-    ({"type": "string", "pattern": "^(?P<first>a)(?<second>b)$"}, "ab", "a"),
     ({"type": "string", "format": "uri", "minLength": 1}, "a:b", ""),
     ({"type": "string", "format": "date", "minLength": 0}, "2020-01-01", ""),
     ({"const": 2**63 - 1}, 2**63 - 1, 2**63),
@@ -158,32 +131,18 @@ ENFORCED: list[tuple[object, object, object]] = [
     ({"const": {"$ref": "#/a", "not": 1}}, {"$ref": "#/a", "not": 1}, 1),
     ({"type": "number", "minimum": 3.141592, "maximum": 3.141593}, 3.141592, 3.1415),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-6}, 1e-6, 0),
-    ({"type": "number", "exclusiveMinimum": 0.9999995, "maximum": 1}, 1, 0.5),
     ({"type": "object", "properties": {"a": INT}, "required": ["a", "a"], "maxProperties": 1}, {"a": 1}, {}),
     ({"type": "object", "properties": {"a": INT}, "additionalProperties": True}, {"a": 1, "b": "x"}, {"a": "x"}),
     ({"type": "integer", "multipleOf": 1024}, 2048, 1025),
     ({"$schema": "x", "$id": "y", "$comment": "z", "x-note": 1, "deprecated": True, **INT}, 1, "a"),
     ({"type": "object", "additionalProperties": INT}, {"a": 1}, {"a": "x"}),
     ({"type": "object", "propertyNames": STR, "additionalProperties": INT}, {"a": 1}, {"a": "x"}),
-    ({"type": "object", "propertyNames": {"type": "string", "title": "N"}, "properties": {"a": INT}}, {"a": 1}, {"b": 1}),
-    ({"type": "object", "propertyNames": STR}, {"a": 1}, "a"),
     ({"type": "object", "propertyNames": {"enum": ["a", 'q"']}, "additionalProperties": INT}, {'q"': 1}, {"b": 1}),
-    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INT}, {"b": 1}, {"b": "x"}),
-    ({"type": ["object", "null"], "propertyNames": {"const": "a"}, "additionalProperties": INT, "minProperties": 1}, None, {}),
     ({"propertyNames": {"$ref": "#/$defs/C"}, "additionalProperties": INT, "$defs": {"C": {"type": "string", "enum": ["r", "g"], "title": "C"}}}, {"g": 1}, {"b": 1}),
-    ({"type": "object", "propertyNames": {"minLength": 2}, "additionalProperties": INT}, {"aa": 1}, {"a": 1}),
     ({"type": "object", "propertyNames": {"minLength": 2}, "unevaluatedProperties": INT}, {"aa": 1}, {"aa": "x"}),
-    ({"type": "object", "propertyNames": {"format": "ipv4"}, "additionalProperties": INT}, {"1.2.3.4": 1}, {"a": 1}),
-    ({"type": ["object", "array"], "propertyNames": {"enum": ["a"]}, "additionalProperties": INT, "maxProperties": 1}, {"a": 1}, {"b": 1}),
     ({"type": "object", "propertyNames": {"pattern": r"^[\x61]+$"}, "additionalProperties": {"type": "string", "pattern": r"^[\x62é]$"}}, {"aa": "b"}, {"aa": "a"}),
-    ({"type": "object", "propertyNames": {"pattern": "^[^é]{2}$"}, "additionalProperties": INT}, {"ab": 1}, {"abc": 1}),
-    ({"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "object", "propertyNames": {"const": "b"}, "additionalProperties": INT}}, {"a": {"b": 1}}, {"a": {"a": 1}}),
-    ({"type": "array", "items": [], "prefixItems": [{"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INT}, INT]} | {"items": False}, [{"a": 1}, 1], [{"b": 1}, 1]),
-    ({"type": "object", "properties": {"r": {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INT}, "s": {"$ref": "#/properties/r/additionalProperties"}}}, {"r": {"a": 1}, "s": 1}, {"s": "x"}),
     ({"type": "integer", "id": "i", "propertyOrdering": ["a"], "markdownDescription": "m", "errorMessage": {}, "externalDocs": {}}, 1, "a"),
     ({"type": "object", "properties": {"a": {"$id": "b", **INT}, "b": {"$ref": "#/properties/a"}}}, {"b": 1}, {"b": "x"}),
-    ({"const": 1, "enum": [True, 1]}, 1, True),
-    ({"type": "number", "minimum": 2**60}, 2**60, 2**60 - 1024),
     ({"type": "number", "exclusiveMinimum": 10**9}, 10**9 + 1, 10**9),
 ]  # fmt: skip
 
@@ -227,47 +186,22 @@ def test_what_is_let_in_is_enforced(schema: object, allowed: object, forbidden: 
     assert not follows(read, json.dumps(forbidden))
 
 
-@pytest.mark.parametrize(
-    ("keyword", "path", "schema"),
-    [
-        ("$ref", "#/items/items", {"type": "array", "items": {"$id": "x", "type": "array", "items": {"$ref": "#/$defs/x"}}, "$defs": {"x": INT}}),
-        ("$ref", "#/items", {"type": "array", "items": {"id": "x", "$ref": "#/$defs/x"}, "$defs": {"x": INT}}),
-        ("$ref", "#/items/propertyNames", {"type": "array", "items": {"$id": "x", "type": "object", "propertyNames": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "a"}}}),
-        ("id", "#", {"type": "integer", "id": 3}),
-        ("minimum", "#", {"type": "number", "minimum": 7401957236551206029, "maximum": 7401957236551206030}),
-        ("maximum", "#", {"type": ["number", "null"], "maximum": -(2**53) - 1}),
-        ("exclusiveMinimum", "#", {"type": "number", "exclusiveMinimum": 1e10}),
-        ("exclusiveMaximum", "#", {"type": "number", "exclusiveMaximum": -(10**9) - 1}),
-        ("not", "#/additionalProperties", {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"not": {}}}),
-        ("required", "#", {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": INT, "required": ["b"]}),
-    ],
-)  # fmt: skip
-def test_what_was_never_seen_to_be_enforced_is_refused(keyword: str, path: str, schema: object) -> None:
-    with pytest.raises(RequestError) as refused:
-        check_keywords(json.dumps(schema))
-    assert refused.value.message.startswith(f"json_schema: {keyword!r} at {path} ")
-
-
 def counted(num_names: int, **counts: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{at}": INT for at in range(num_names)}, **counts}
 
 
 @pytest.mark.parametrize(
-    ("keyword", "path", "schema"),
+    "schema",
     [
-        ("minProperties", "#", counted(65, minProperties=1)),
-        ("maxProperties", "#", counted(200, maxProperties=100)),
-        ("minProperties", "#", counted(200, minProperties=60, maxProperties=120)),
-        ("maxProperties", "#/anyOf/2", {"anyOf": [counted(40, maxProperties=40)] * 9}),
-        ("multipleOf", "#/anyOf/4", {"anyOf": [{"type": "integer", "multipleOf": 1021}] * 9}),
-        ("multipleOf", "#/properties/p3/anyOf/0", {"type": "object", "properties": {f"p{at}": {"anyOf": [{"type": "integer", "multipleOf": 600}] * 2} for at in range(9)}}),
+        counted(65, minProperties=1),
+        counted(200, maxProperties=100),
+        {"anyOf": [counted(40, maxProperties=40)] * 9},
+        {"anyOf": [{"type": "integer", "multipleOf": 1021}] * 9},
     ],
-)  # fmt: skip
-def test_a_schema_that_takes_minutes_to_compile_is_refused(keyword: str, path: str, schema: object) -> None:
-    with pytest.raises(RequestError) as refused:
+)
+def test_a_schema_that_takes_minutes_to_compile_is_refused(schema: object) -> None:
+    with pytest.raises(RequestError, match=f"states of the grammar, over {MAX_STATES}") as refused:
         check_keywords(json.dumps(schema))
-    assert refused.value.message.startswith(f"json_schema: {keyword!r} at {path} ")
-    assert f"over {MAX_STATES}" in refused.value.message
     assert (refused.value.status, refused.value.param) == (400, "json_schema")
 
 
@@ -275,8 +209,6 @@ def test_a_schema_that_takes_minutes_to_compile_is_refused(keyword: str, path: s
     "schema",
     [
         counted(63, minProperties=1),
-        counted(500, minProperties=0),
-        counted(500, maxProperties=6),
         counted(500, minProperties=499),
         {"type": "object", "additionalProperties": INT, "minProperties": 1, "maxProperties": 10_000},
         {"anyOf": [{"type": "integer", "multipleOf": 1024}] * 4},
@@ -284,6 +216,25 @@ def test_a_schema_that_takes_minutes_to_compile_is_refused(keyword: str, path: s
 )
 def test_a_schema_of_as_many_states_as_allowed_passes(schema: object) -> None:
     check_keywords(json.dumps(schema))
+
+
+@pytest.mark.parametrize("digits", [str(2**63), str(-(2**63) - 1), "9" * 5000], ids=len)
+@pytest.mark.parametrize(
+    "schema", ['{"const": N}', '{"enum": [{"a": [N]}]}', '{"type": "integer", "minimum": N}']
+)
+def test_an_integer_beyond_64_bits_is_refused(schema: str, digits: str) -> None:
+    """XGrammar writes 2**63 as 9.2233720368547758e+18."""
+    with pytest.raises(RequestError, match=r"json_schema: .*(beyond 64 bits|4300 digits)"):
+        check_keywords(schema.replace("N", digits))
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"items":', "}")])
+def test_a_schema_nests_so_deep_and_no_deeper(opening: str, closing: str) -> None:
+    levels = MAX_SCHEMA_DEPTH - 1
+    check_keywords(opening * levels + "0" + closing * levels)
+    for levels in (MAX_SCHEMA_DEPTH, 5000):
+        with pytest.raises(RequestError, match=f"deeper than {MAX_SCHEMA_DEPTH} levels"):
+            check_keywords(opening * levels + "0" + closing * levels)
 
 
 @pytest.mark.parametrize(
@@ -295,6 +246,10 @@ def test_a_schema_of_as_many_states_as_allowed_passes(schema: object) -> None:
         '{"type": 3, "multipleOf": "x", "format": ["date"], "required": 5, "propertyNames": 1}',
         '{"type": "object", "properties": [], "required": [[1]], "patternProperties": {"a": 1}, "anyOf": 3}',
         '{"type": "integer", "multipleOf": 1e999}',
+        '{"type": "number", "minimum": 1e999, "maximum": NaN}',
+        '{"type": [[]], "anyOf": [3, {"type": [{}]}]}',
+        '{"type": "integer", "enum": 5}',
+        '{"type": "object", "patternProperties": {}}',
     ],
 )
 def test_a_schema_of_no_sense_is_left_to_the_compiler_or_refused(text: str) -> None:
