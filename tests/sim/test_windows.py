@@ -91,6 +91,15 @@ def test_a_hit_ends_where_the_window_is_whole(window: int) -> None:
     assert ledger.peek_prefix(ids[:50], "").num_pages == 12, "what was computed again has window pages again"
 
 
+def test_a_retracted_request_longer_than_the_window_pool_goes_on() -> None:
+    options = {"retract_policy": "host", "retract_every": 70, "disable_radix_cache": True}
+    driver = Stepping(window=WINDOW, page_size=PAGE, window_tokens=80, host_tokens=1024, **options)  # type: ignore[arg-type]
+    for rid, seed in (("r", 1), ("s", 2)):
+        driver.add(new_req(rid, prompt(seed, 30), 100))
+    driver.run()
+    assert any(req.num_retractions for req in driver.done.values()) and driver.num_copies_back
+
+
 def test_window_pages_are_evicted_alone() -> None:
     """Prompts that share nothing: the pool of window pages is small, and pages of the other pool all stay."""
     driver = Stepping(window=WINDOW, page_size=PAGE, num_tokens=640, window_tokens=80)

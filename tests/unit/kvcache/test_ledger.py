@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from shared.config import CacheOptions
@@ -327,6 +329,19 @@ def test_of_what_is_evicted_first_a_request_has_added_the_window_itself() -> Non
     assert windows is not None and ledger.radix_cache.peek(ids, 16).num_pages == 4
     assert windows.make_room(windows.allocator.num_free + 1)
     assert ledger.radix_cache.peek(ids, 16).num_pages == 2
+
+
+def test_the_window_pages_that_more_tokens_need_are_counted() -> None:
+    for num_tokens, num_more in itertools.product(range(1, 20), range(1, 12)):
+        ledger = windowed_ledger(num_window_pages=NUM_PAGES)
+        kv = admit(ledger, list(range(num_tokens)))
+        ledger.slide(kv)
+        before, most = ledger.count_windows().held, 0
+        for end in range(num_tokens + 1, num_tokens + num_more + 1):
+            assert ledger.grow(kv, end)
+            most = max(most, ledger.count_windows().held)
+            ledger.slide(kv, end)
+        assert ledger.window_growth(num_tokens, num_more) - (most - before) in (0, 1)
 
 
 def test_a_prefix_that_gets_its_window_back_is_looked_up_again() -> None:
