@@ -28,5 +28,6 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 )
 def test_is_found(matrix: Matrix, plant: Plant) -> None:
     print(find(matrix, plant))
-    matrix.flush()
-    matrix.check_home()
+    with matrix.mended():
+        matrix.flush()
+        matrix.check_home()
