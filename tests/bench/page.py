@@ -155,8 +155,12 @@ def _planner(result: Mapping[str, Any]) -> list[str]:
 
 def _speed(results: Results) -> str:
     """Seconds of each workload, and how many times as fast that is as the best other engine of the same rounds."""
-    itl = {row["fleet"]: f"{row['itl_p99_ms']:g} ms" for row in results["interference"]["rows"]}
-    beside = "Llama-160M: p99 between tokens of 8 streams, beside prompts of 2048 tokens"
+    streams = results["interference"]
+    itl = {row["fleet"]: f"{row['itl_p99_ms']:g} ms" for row in streams["rows"]}
+    beside = (
+        f"Llama-160M on {streams['machine']['cpu']}: p99 between tokens of 8 streams, "
+        "beside prompts of 2048 tokens"
+    )
     lines = ["Qwen3-0.6B's shape."]
     for name, what in WEIGHTS.items():
         if name not in results:
