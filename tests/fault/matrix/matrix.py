@@ -321,8 +321,9 @@ class Matrix:
             node.order()
 
     def flush(self) -> None:
-        """Empty every cache."""
+        """Empty every cache, once all links are there."""
         self._wait_home()
+        self._until("every pair of nodes has its link", self._is_linked)
         self._until("caches are flushed", self._flush)
 
     def renew(self) -> None:
@@ -362,7 +363,6 @@ class Matrix:
 
     def _prepare(self) -> HeldNode:
         """Empty every cache but that of one decode node, which keeps what the prompts have in common."""
-        self._until("every pair of nodes has its link", self._is_linked)
         self.flush()
         self._until("caches are empty, by the loads", lambda: not any(self._num_cached().values()))
         self.router.generate([*PREFIX, 100 + self._num_runs], 2).tokens()
