@@ -54,7 +54,8 @@ _MOVES_AT_ONCE = 8
 """So many sequences leave a drained node at the same time."""
 
 _VERDICT_S = 3.0
-"""How long a node that seems to have crashed may take to show that only its connection was lost."""
+"""How long a node that seems to have crashed may take to show that only its connection was lost, and a crash that a
+peer has noticed to be seen here."""
 
 _RETRY_S = 0.2
 """How often a sequence without nodes looks for some."""
@@ -326,6 +327,7 @@ class Dispatcher:
         """Take back that `node` has crashed: its process runs, and only the connection was lost."""
         for req in self._running.values():
             req.failover.crashed.discard(node.ref.incarnation)
+            req.failover.blamed.pop(node.ref.incarnation, None)
 
     def on_node_lost(self, node: Node, reason: str, loss: Loss) -> None:
         """Send the sequences that `node` held to other nodes."""
@@ -348,9 +350,10 @@ class Dispatcher:
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
             lost = Cause.PREFILL_NODE_LOST if node.role is Role.PREFILL else Cause.DECODE_NODE_LOST
             self._fail_over(req, node, lost, error, was_tried=was_tried)
-        for req in self._running.values() if crashed else ():
-            if req.failover.may_have_crashed(node.ref.incarnation, len(req.output_ids)):
+        for req in self._running.values():
+            if crashed and req.failover.may_have_crashed(node.ref.incarnation, len(req.output_ids)):
                 req.failover.crash(node.ref.incarnation, len(req.output_ids))
+            req.failover.blamed.pop(node.ref.incarnation, None)
         self._view.lost(node)
 
     # ---------------------------------------------------------------------------- removing a node
@@ -492,6 +495,8 @@ class Dispatcher:
         failover.failed(len(req.output_ids), self._clock(), error, cause)
         if avoid is not None:
             failover.avoid.add(avoid)
+            if cause is Cause.TRANSFER_FAILED and error.status == 503:  # a peer may notice a crash first
+                failover.blamed[avoid] = self._clock() + _VERDICT_S
         event(
             "failover",
             **req.fields,
@@ -529,7 +534,7 @@ class Dispatcher:
             )
             self._give_up(req, RequestError(message, status=503, code="no_node"))
             return
-        if route is None:  # it waits for other suspects, which does not use up the time to find a node
+        if route is None:  # which does not use up the time to find a node
             failover.since = self._clock()
             self._later(_RETRY_S, partial(self._resend, req, key))
             return
@@ -542,11 +547,13 @@ class Dispatcher:
         self._send(req, work, route)
 
     def _next_route(self, req: RunningReq, work: Work) -> Route | None:
-        """The nodes of the next attempt. None while too many other suspects are tried.
+        """The nodes of the next attempt. None while too many other suspects are tried, or it may become one.
 
         Raises RequestError while there are no nodes.
         """
         failover = req.failover
+        if failover.may_be_suspect(self._clock()):
+            return None
         if not failover.is_suspect:
             return self._placement.route(
                 work, split=failover.split, again=True, avoid=failover.avoid, like=req.numerics

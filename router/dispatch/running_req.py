@@ -59,6 +59,8 @@ class Failover:
 
     `avoid` has the incarnations of nodes that failed it, `crashed` of those that crashed under it. `since` is the
     time at which it lost its nodes, while it has none, `error` says why, and `cause` is counted once it has others.
+    `blamed` has the nodes with which a transfer has failed since its last token, and until when it may become known
+    that they crashed.
     """
 
     num_failures: int = 0
@@ -68,6 +70,7 @@ class Failover:
     split: bool = False
     avoid: set[str] = field(default_factory=set)
     crashed: set[str] = field(default_factory=set)
+    blamed: dict[str, float] = field(default_factory=dict)
     stamps: list[Stamp] = field(default_factory=list)
     _failed_at: int = -1
     """The number of output tokens at the last failure."""
@@ -91,10 +94,18 @@ class Failover:
         """
         return incarnation in self.avoid and num_tokens == self._failed_at
 
+    def may_be_suspect(self, now: float) -> bool:
+        """Whether crashes that are not known yet would make it a suspect."""
+        num_unknown = sum(now < until for until in self.blamed.values())
+        return 0 < _CRASHES_OF_A_SUSPECT - len(self.crashed) <= num_unknown
+
     def failed(self, num_tokens: int, now: float, error: RequestError, cause: Cause) -> None:
         """Note that the sequence has lost its nodes behind `num_tokens` output tokens."""
         if cause is not Cause.NODE_DRAINED:
-            self.num_failures = self.num_failures + 1 if num_tokens == self._failed_at else 1
+            if num_tokens != self._failed_at:
+                self.num_failures = 0
+                self.blamed.clear()
+            self.num_failures += 1
             self._failed_at = num_tokens
         self.since, self.error, self.cause = now, error, cause
         self.stamps.append(Stamp("router", FAILED_OVER, time.time()))

@@ -429,6 +429,25 @@ class TestPoison:
         assert req.failover.is_suspect is not has_gone_on
         assert (req in fleet.dispatcher._suspicion.trials) is not has_gone_on
 
+    @pytest.mark.parametrize(
+        ("loss", "is_suspect"), [(Loss.CRASHED, True), (Loss.BROKEN, False), (None, False)]
+    )
+    def test_a_second_one_is_waited_for(self, loss: Loss | None, is_suspect: bool) -> None:
+        """The next nodes might crash under the sequence before the router sees that these have."""
+        fleet = Fleet(4, 0, num_prefill=3)
+        req = fleet.start()
+        blamed = []
+        for _ in range(2):
+            prefill, decode = req.nodes
+            blamed.append(prefill)
+            fleet.fail(req, decode, 503, blames=prefill.ref.incarnation)
+        fleet.wait(2.5)
+        assert not req.nodes
+        for node in blamed if loss is not None else ():
+            fleet.kill(node, loss)
+        fleet.wait(0.3 if loss is not None else 0.8)
+        assert req.nodes and req.failover.is_suspect is is_suspect
+
     def test_before_the_node_says_that_it_runs_alone_it_is_not_convicted(self) -> None:
         """The node may hold requests of other routers, and be waiting for them to leave."""
         fleet, req = self.suspect(4)
