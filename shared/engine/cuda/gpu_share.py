@@ -147,7 +147,7 @@ class GpuShare:
         return num_pages
 
     def warm_up(self, bound: BoundModel) -> None:
-        """Capture graphs, run each shape of forward over the scratch page, and move that: kernels are compiled."""
+        """Capture graphs, run each shape of forward over the scratch page, and move it: kernels are compiled."""
         self._on_progress("warming up", 0.0)
         with self._fitting("what CUDA graphs take"):
             bound.runner.capture_graphs()
@@ -155,10 +155,11 @@ class GpuShare:
         with self._fitting("a copy of a page"):
             pool = bound.pool
             page = torch.empty(pool.gather_nbytes(1, 1), dtype=torch.uint8, device=pool.device)
-            gather = pool.gather([0], 0, 1, page, seed=0)
-            if not isinstance(gather, int):
-                gather.wait()
-            pool.scatter([0], 0, 1, page, seed=0)
+            for layer in (0, pool.num_layers - 1):  # of different groups, where there are two
+                gather = pool.gather([0], layer, 1, page, seed=0)
+                if not isinstance(gather, int):
+                    gather.wait()
+                pool.scatter([0], layer, 1, page, seed=0)
         self._on_progress("testing", 0.0)
         with self._fitting("the self test"):
             self_test(bound, self._shape, self._batches)

@@ -76,19 +76,20 @@ class FakeBackend:
     has_threads = False
 
 
-class CountingMover(NumpyPageMover):
-    """Counts gathers and scatters."""
+class RecordingMover(NumpyPageMover):
+    """Keeps the rows of gathers and scatters."""
 
     def __init__(self) -> None:
-        self.num_gathers = self.num_scatters = 0
+        self.gathered: list[range] = []
+        self.scattered: list[range] = []
 
-    def gather(self, *args: Any, **kwargs: Any) -> int:
-        self.num_gathers += 1
-        return super().gather(*args, **kwargs)
+    def gather(self, pages_RPN: torch.Tensor, rows: range, *args: Any) -> int:
+        self.gathered.append(rows)
+        return super().gather(pages_RPN, rows, *args)
 
-    def scatter(self, *args: Any, **kwargs: Any) -> int:
-        self.num_scatters += 1
-        return super().scatter(*args, **kwargs)
+    def scatter(self, pages_RPN: torch.Tensor, rows: range, *args: Any) -> int:
+        self.scattered.append(rows)
+        return super().scatter(pages_RPN, rows, *args)
 
 
 @dataclass
@@ -106,7 +107,7 @@ class FakeModel:
     error: Exception = field(default_factory=RuntimeError)
     bound: list[int] = field(default_factory=list)
     forwards: list[ModelWorkerBatch] = field(default_factory=list)
-    mover: CountingMover = field(default_factory=CountingMover)
+    mover: RecordingMover = field(default_factory=RecordingMover)
 
     def load(self) -> None:
         self.memory.alloc(self.shape.weights_nbytes)
