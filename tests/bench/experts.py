@@ -1,8 +1,8 @@
-"""How near is a single stream of a mixture of experts to what reading its weights takes?
+"""How near is a single stream of a mixture of experts, or of a model with windows, to what reading its weights takes?
 
 Decode steps of models with the widths of Qwen3-30B-A3B and gpt-oss-20b, in fewer layers and with a smaller
-vocabulary, on the node's own engine. Their experts are ten times the largest cache, and each step has another token,
-so a step reads experts that no cache has. In turn with the steps, on the same cores:
+vocabulary, and of Gemma 3 1B, on the node's own engine. Experts are ten times the largest cache, and each step has
+another token, so a step reads experts that no cache has. In turn with the steps, on the same cores:
 
     read_gb_s    a streaming read of memory that lies in no cache
     ratio_read   what reading once the weights of a token would take / the step: attention, routers, the experts of a
@@ -34,40 +34,41 @@ from tests.bench.table import Row
 CONTEXT, STEPS = 64, 8
 
 
-class Mixture(NamedTuple):
+class Model(NamedTuple):
     """A config, and how its weights are quantized while they are loaded. None: as the config says."""
 
-    model: str
+    name: str
     shape: Shape
     quantization: str | None
 
 
 QWEN3 = replace(SHAPES["qwen3-30b-a3b-like"], num_layers=8, vocab_size=VOCAB_SIZE)
 GPT_OSS = replace(SHAPES["gpt-oss-20b-like"], num_layers=4, vocab_size=VOCAB_SIZE)
-MIXTURES = (
-    Mixture("Qwen3-30B-A3B", QWEN3, "int4"),
-    Mixture("Qwen3-30B-A3B", QWEN3, "int8"),
-    Mixture("gpt-oss-20b", GPT_OSS, None),
+MODELS = (
+    Model("Qwen3-30B-A3B", QWEN3, "int4"),
+    Model("Qwen3-30B-A3B", QWEN3, "int8"),
+    Model("gpt-oss-20b", GPT_OSS, None),
+    Model("Gemma 3 1B", SHAPES["gemma-3-1b"], "int4"),
 )
 
 
 def main() -> Iterator[dict[str, Any]]:
     """Weights of 4 and 8 bits, on one core and on all."""
     cores = usable_cores()
-    for mixture in MIXTURES:
-        yield from measure(mixture, cores[:1])
+    for model in MODELS:
+        yield from measure(model, cores[:1])
         if len(cores) > 1:
-            yield from measure(mixture, cores)
+            yield from measure(model, cores)
 
 
-def measure(mixture: Mixture, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
+def measure(model: Model, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One engine."""
     with tempfile.TemporaryDirectory() as name:
-        write_configs(Path(name), mixture.shape)
+        write_configs(Path(name), model.shape)
         options = ModelOptions(
             model=name,
             load_format="dummy",
-            quantization=mixture.quantization,
+            quantization=model.quantization,
             cpu_cores=CpuCores(len(cores), tuple(cores)),
         )
         config = resolve_quantization(options, load_model_config(Path(name)))
@@ -77,15 +78,15 @@ def measure(mixture: Mixture, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
                 cache=CacheOptions(max_total_tokens=16 * CONTEXT, page_size=PAGE_SIZE),
                 schedule=ScheduleOptions(max_running_requests=1),
             ),
-            mixture.shape,
+            model.shape,
         )
     read, nbytes = StreamingRead(cores), read_nbytes(config, 0)
     try:
         gb_s, step_s = in_turn([read.gb_s, steps_of(forwards)], about_s=10.0)
         yield {
             "bench": "experts",
-            "model": mixture.model,
-            "weights": mixture.quantization or "mxfp4",
+            "model": model.name,
+            "weights": model.quantization or "mxfp4",
             "kernels": forwards.kernels,
             "cores": len(cores),
             "token_mb": round(nbytes / 1e6),

@@ -75,7 +75,7 @@ TARGETS = (
         at_least=0.75,
     ),
     Target(
-        what="single-stream decode of a mixture of experts: streaming read / step, the worst case",
+        what="single-stream decode of mixtures of experts and Gemma 3 1B: streaming read / step, the worst case",
         bench="experts",
         key="least_ratio_read",
         at_least=0.7,

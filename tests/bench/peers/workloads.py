@@ -44,6 +44,7 @@ SINGLE = "single"
 WORKLOADS = (
     Workload(name=SINGLE, num_prompts=1, own_tokens=512, output_tokens=128),
     Workload(name="batch", num_prompts=32, own_tokens=256, output_tokens=128),
+    Workload(name="batch-16", num_prompts=16, own_tokens=256, output_tokens=128),
     Workload(name="prompt", num_prompts=1, own_tokens=2048, output_tokens=1),
     Workload(name="shared", num_prompts=16, shared_tokens=1024, own_tokens=64, output_tokens=32),
 )
