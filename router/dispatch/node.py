@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import msgspec
+from shared.protocol.messages import CacheEvents, Load, NodeHello, RouterToNode
 
-from shared.protocol.messages import CacheEvents, Load, NodeHello, ReqReport, RouterToNode
-
-MAX_FIGURE = 1e18
 ASK_AFTER_PONGS = 2
 MAX_PONGS_BEFORE_ASKING = 64
 """Pongs in a row that announce more events than have come, before a reset is asked for. The number doubles each time
 that no reset comes, since a node in a long step answers pings, but not this."""
-
-_Told = TypeVar("_Told", Load, ReqReport)
 
 
 class Loss(StrEnum):
@@ -87,17 +81,9 @@ class PrefixIndex:
         self._patience = min(2 * self._patience, MAX_PONGS_BEFORE_ASKING)
         return False
 
-    def num_blocks(self, hashes: Sequence[int], at_least: int = 0) -> int:
-        """How many blocks from the start of a sequence the node holds; 0 if they are fewer than `at_least`.
-
-        A node that holds a block holds those before it, so the first `at_least` blocks are one lookup.
-        """
-        if at_least and hashes[at_least - 1] not in self._blocks:
-            return 0
-        for at in range(at_least, len(hashes)):
-            if hashes[at] not in self._blocks:
-                return at
-        return len(hashes)
+    def num_blocks(self, hashes: Sequence[int]) -> int:
+        """How many blocks from the start of a sequence the node holds."""
+        return next((at for at in range(len(hashes)) if hashes[at] not in self._blocks), len(hashes))
 
     def _forget(self) -> None:
         self._blocks.clear()
@@ -120,31 +106,9 @@ class Node:
         self.page_size = hello.layout.page_size
         self.kv_nbytes_per_token = hello.layout.nbytes_per_token
         self.prefixes = PrefixIndex()
-        self._load = Load()
-
-    @property
-    def load(self) -> Load:
+        self.load = Load()
         """What its latest Pong said."""
-        return self._load
 
     def send(self, message: RouterToNode) -> None:
         """Queue a message. Never blocks or raises: a node that cannot be sent to is lost, and reported as such."""
         raise NotImplementedError
-
-
-def believed(told: _Told) -> tuple[_Told, dict[str, float]]:
-    """What a node has `told`, with 0 for each figure below 0, above MAX_FIGURE or not a number; and those figures.
-
-    A wrong figure must neither fail a request nor decide where requests go.
-    """
-    wrong = {
-        name: figure
-        for name in _names_of_figures(type(told))
-        if not 0 <= (figure := getattr(told, name)) <= MAX_FIGURE
-    }
-    return (msgspec.structs.replace(told, **dict.fromkeys(wrong, 0)) if wrong else told), wrong
-
-
-@cache
-def _names_of_figures(kind: type[Load] | type[ReqReport]) -> tuple[str, ...]:
-    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float))
