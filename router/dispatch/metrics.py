@@ -6,15 +6,12 @@ node that is gone leaves no stale figure.
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -87,10 +84,9 @@ class Metrics:
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "From dispatch to the first token.", _TTFT_BUCKETS
         )
-        self._itl = LoopHistogram(
+        self._itl = self._histogram(
             "sglang:inter_token_latency_seconds", "Between two tokens of a sequence.", _ITL_BUCKETS
         )
-        self._own.register(self._itl)
         self._e2e = self._histogram(
             "sglang:e2e_request_latency_seconds", "From dispatch to the end.", _E2E_BUCKETS
         )
@@ -154,8 +150,9 @@ class Metrics:
             self.ttft.observe(now - req.started_at)
         else:
             itl_s = (now - since) / num_new
-            self._itl.observe(itl_s, num_new)
             self.itl.observe(itl_s, num_new)
+            for _ in range(num_new):
+                self._itl.observe(itl_s)
 
     def ended(self, req: RunningReq) -> None:
         """Count a sequence that has ended, with its latencies."""
@@ -200,40 +197,13 @@ class _Labelled(Collector):
             yield family
 
 
-# ---------------------------------------------------------- histograms that are cheap enough for every token
+# ------------------------------------------------------------------------------------- percentiles for /live
 WINDOW_ROLLS = 10
 
 _SHORTEST_S = 1e-5
 _BUCKETS_PER_E = 16
 """A bucket is 6 % wider than the one before, so a percentile is off by 3 % at most."""
 _NUM_BUCKETS = math.ceil(math.log(1e4 / _SHORTEST_S) * _BUCKETS_PER_E)
-
-
-class LoopHistogram(Collector):
-    """Runs on one event loop, so it has none of the locks of `prometheus_client.Histogram`.
-
-    `bounds` are the upper ends of the buckets, in order.
-    """
-
-    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
-        self._name = name
-        self._description = description
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """`count` observations of `value`."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-
-    def collect(self) -> Iterable[Metric]:
-        """The histogram, for Prometheus."""
-        family = HistogramMetricFamily(self._name, self._description)
-        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        totals = itertools.accumulate(self._counts)
-        family.add_metric((), list(zip(ends, totals, strict=True)), self._sum)
-        yield family
 
 
 class LatencyWindow:
