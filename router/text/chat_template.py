@@ -1,18 +1,13 @@
 """Renders chat messages as a prompt with the model's own jinja template, as transformers' apply_chat_template.
 
-The model's template works on what clients send, in an immutable sandbox with bounds on time and size: a template
-whose cost grows faster than the messages could hold a thread. Each lookup, each call and each piece of output checks
-the time.
+The model's template works on what clients send, in jinja's immutable sandbox. Clients send no templates.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -39,14 +34,6 @@ _OF_THE_MESSAGES = (
 """Errors of a render. A template computes with the client's messages, so each of them is about the messages."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The bounds of one render."""
-
-    time_s: float = 5.0
-    chars: int = 16 << 20
-
-
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 Message = Mapping[str, Any]
@@ -66,13 +53,11 @@ class ChatTemplate:
         *,
         origin: str,
         added_tokens: Collection[tokenizers.AddedToken] = (),
-        limits: Limits | None = None,
     ) -> None:
         self.sources = tuple(sources.values())
         self._special_tokens = dict(special_tokens)
-        self._limits = limits or Limits()
         self._control_tokens = ControlTokens(added_tokens, sources.values())
-        self._environment = _Environment()
+        self._environment = _sandbox()
         self._knows_developer = any("developer" in source for source in sources.values())
         try:
             self._compiled = {name: self._compile(source) for name, source in sources.items()}
@@ -92,7 +77,7 @@ class ChatTemplate:
         """The prompt with MARKs, up to where the model continues. Raises RequestError if the template refuses it.
 
         The parameters are the template's variables, and any other `variables`. As in transformers, tools and
-        documents that are absent are None. `Limits` bounds time and size, in the calling thread.
+        documents that are absent are None.
         """
         known = [self._with_known_role(message) for message in messages]
         if continue_final_message:
@@ -113,23 +98,11 @@ class ChatTemplate:
 
     def _fill(self, template: jinja2.Template, sent: Mapping[str, object], own: Mapping[str, object]) -> str:
         """The text, where what a client `sent` has MARKs. The server's `own` variables win over those."""
-        pieces: list[str] = []
-        num_chars, limits = 0, self._limits
-        self._environment.deadline.at = time.monotonic() + limits.time_s
         try:
-            for piece in template.generate({**self._control_tokens.mark(sent), **own}):
-                self._environment.check_time()
-                num_chars += len(piece)
-                if num_chars > limits.chars:
-                    raise jinja2.TemplateError(f"the prompt is longer than {limits.chars} characters")
-                pieces.append(piece)
-        except _TooSlow:
-            why = f"the chat template did not finish within {limits.time_s:g} s"
-            raise RequestError(why, param="messages") from None
+            return template.render({**self._control_tokens.mark(sent), **own})
         except _OF_THE_MESSAGES as e:
             why = str(e).replace(MARK, "")
             raise RequestError(f"the chat template refused the messages: {why}", param="messages") from e
-        return "".join(pieces)
 
     def _with_known_role(self, message: Message) -> dict[str, Any]:
         """`developer` becomes `system` where the templates have no `developer`: they would drop such a message."""
@@ -229,46 +202,13 @@ def _searched(tree: nodes.Template) -> Iterator[nodes.Const]:
         yield from (constant for constant in part.find_all(nodes.Const) if isinstance(constant.value, str))
 
 
-class _TooSlow(Exception):
-    """The deadline has passed. It is no TemplateError, so jinja does not handle it."""
-
-
-class _Deadline(threading.local):
-    """The deadline of the render in this thread."""
-
-    at = float("inf")
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with transformers' additions. Lookups check the time, since a loop may write nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
-        self.deadline = _Deadline()
-        self.filters["tojson"] = _tojson
-        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-
-    def check_time(self) -> None:
-        """Raise _TooSlow once the deadline has passed."""
-        if time.monotonic() > self.deadline.at:
-            raise _TooSlow
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """`obj.attribute` in a template."""
-        self.check_time()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """`obj[argument]` in a template."""
-        self.check_time()
-        return super().getitem(obj, argument)
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """A call in a template. The parameters have the base class's names, since a template may pass `self=`."""
-        __self.check_time()
-        return super().call(__context, __obj, *args, **kwargs)
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    """The sandbox, with transformers' additions."""
+    extensions = [_GenerationBlock, jinja2.ext.loopcontrols]
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return sandbox
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -1,11 +1,10 @@
-"""Prompts are what transformers' own apply_chat_template makes of the same messages, and rendering is bounded.
+"""Prompts are what transformers' own apply_chat_template makes of the same messages.
 
 The templates in chat_templates/ have the constructs of those that the model families come with, with shorter words.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from router.text.chat_template import ChatTemplate, Limits, load_chat_template
-from router.text.tokenizer import TextWorkers
+from router.text.chat_template import ChatTemplate, load_chat_template
 from shared.errors import ConfigError, RequestError
 
 FOLDER = Path(__file__).parent / "chat_templates"
@@ -65,8 +63,8 @@ RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"degrees": 2
 AFTER_A_CALL = [*QUESTION, CALL, RESULT, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}]
 
 
-def template_of(source: str, **limits: Any) -> ChatTemplate:
-    return ChatTemplate({"default": source}, SPECIAL_TOKENS, origin="test", limits=Limits(**limits))
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, SPECIAL_TOKENS, origin="test")
 
 
 def as_transformers(source: str, messages: list[Any], **options: Any) -> str:
@@ -129,40 +127,12 @@ def test_what_templates_may_use() -> None:
         ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "refused the messages"),
         ("{% macro f(x) %}{{ f([x]) }}{% endmacro %}{{ f(messages) }}", "refused the messages"),
         ("{{ ''.__class__.__mro__ }}", "refused the messages"),
-        ("{% for a in range(1000) %}{{ 'x' * 1000 }}{% endfor %}", "longer than 10000 characters"),
     ],
 )
 def test_a_template_that_objects_or_breaks_is_a_bad_request(source: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as raised:
-        template_of(source, chars=10_000).render(QUESTION)
+        template_of(source).render(QUESTION)
     assert raised.value.status == 400 and raised.value.param == "messages"
-
-
-@pytest.mark.parametrize(
-    "body",
-    ["{{ a }}", "{% if m[a] %}{% endif %}", "{% if m.nothing %}{% endif %}", "{% if n() %}{% endif %}"],
-)
-def test_a_template_that_never_ends_is_stopped(body: str) -> None:
-    source = "{% set n, m = namespace, messages[0] %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    with pytest.raises(RequestError, match=r"0\.05 s"):
-        template_of(source + body + "{% endfor %}{% endfor %}", time_s=0.05).render(QUESTION)
-    # The limit was that render's, not this thread's.
-    assert template_of("{{ messages[0].role }}").render(QUESTION) == "system"
-
-
-def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
-    messages = [{"role": "user", "content": "x" * 10_000}]
-    slow = template_of("{% for a in range(99999) %}{{ a }}{% endfor %}", chars=10_000)
-
-    async def run() -> bool:
-        rendering = asyncio.create_task(TextWorkers().run(10_000, lambda: slow.render(messages)))
-        await asyncio.sleep(0)
-        went_on = not rendering.done()
-        with pytest.raises(RequestError, match="10000"):
-            await rendering
-        return went_on
-
-    assert asyncio.run(run())
 
 
 def test_developer_messages_are_system_messages_to_templates_that_do_not_know_them() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import msgspec
 import pytest
 
-from router.dispatch.policy import POLICIES
-from shared.protocol.messages import Load, Role, Stamp
-from tests.unit.router.dispatched import Fleet
+from shared.protocol.messages import Role, Stamp
+
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, 1e308, -1.0])
 def test_a_stamp_of_no_time_is_refused(time: float) -> None:
