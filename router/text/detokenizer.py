@@ -6,11 +6,7 @@ The concatenated pieces are the text of all ids, however the ids were cut into m
                                become U+FFFD, one for each sequence that breaks off, also at the end.
     all others                 The text is the decode of context and output ids without the decode of the context.
                                The context is the end of the prompt, so the first word of the output keeps its
-                               space, as in SGLang and vLLM.
-    with byte tokens `<0xNN>`  A run of byte tokens that is not UTF-8 keeps its valid characters, and each other byte
-                               becomes U+FFFD. (The tokenizer's decode makes every byte of such a run a U+FFFD. That
-                               is not known before the run ends, so a script without tokens of its own could not be
-                               streamed.)
+                               space, as in SGLang and vLLM. Byte tokens `<0xNN>` that are not UTF-8 become U+FFFD.
 
 Special tokens are text only with skip_special_tokens false; the tokenizer's decoder then writes them, with its own
 rule for spaces, so spaces_between_special_tokens changes nothing. An id without a token has no text.
@@ -60,16 +56,6 @@ class Vocabulary:
         tokens = self._tokenizer.get_vocab()
         found = {i: int(token[3:5], 16) for token, i in tokens.items() if _BYTE_TOKEN.fullmatch(token)}
         return found if len(set(found.values())) == _NUM_BYTES else {}
-
-    @cached_property
-    def replacement_ids(self) -> Sequence[int]:
-        """The byte tokens of U+FFFD; only where there is a `byte_of`."""
-        id_of = {byte: token_id for token_id, byte in self.byte_of.items()}
-        return [id_of[byte] for byte in "\ufffd".encode()]
-
-    def continues_character(self, token_id: int) -> bool:
-        """True for a byte token that continues a character in UTF-8."""
-        return self.byte_of.get(token_id, 0) & 0xC0 == 0x80
 
     @cached_property
     def _ids(self) -> Collection[int]:
@@ -145,10 +131,8 @@ def _token_bytes(token: str | None) -> bytes:
 
 CONTEXT_TOKENS = 5
 """Tokens at the end of a prompt that a detokenizer decodes as context; as in SGLang and vLLM."""
-_MAX_HALF_TOKENS = 3
-"""The most bytes, and so tokens, of a character that is not complete."""
 _MAX_HELD_TOKENS = 8
-"""Tokens without text that are held back, since some decoders show a space only when more text follows."""
+"""So many tokens without text, or with a part of a character, are held back until more text follows."""
 _REPLACEMENT = "\ufffd"
 
 
@@ -168,12 +152,9 @@ def make_detokenizer(
     vocabulary: Vocabulary, *, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
 ) -> Detokenizer:
     """A fresh detokenizer for the output that follows `prompt_ids`, of which the last CONTEXT_TOKENS count."""
-    context = prompt_ids[-CONTEXT_TOKENS:]
     if vocabulary.is_byte_level:
         return ByteLevelDetokenizer(vocabulary, skip_special_tokens)
-    if vocabulary.byte_of:
-        return ByteFallbackDetokenizer(vocabulary, skip_special_tokens, context)
-    return WindowDetokenizer(vocabulary, skip_special_tokens, context)
+    return WindowDetokenizer(vocabulary, skip_special_tokens, prompt_ids)
 
 
 class ByteLevelDetokenizer:
@@ -202,120 +183,47 @@ class WindowDetokenizer:
     """For decoders whose text of a token depends on its neighbours, as they join words or drop a space at the start.
 
     The text of new ids is the decode of context and new ids without the decode of the context. The context is the
-    last piece that was shown, so neither decode grows with the output.
+    last piece that was shown, so neither decode grows with the output. Each id is a step of its own, so that the text
+    does not depend on how the ids were cut.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, skip_special_tokens: bool, context: Sequence[int] = ()
+        self, vocabulary: Vocabulary, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> None:
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
         self._new: list[int] = []
-        self._num_shown = 0
-        self._take_context(vocabulary.visible(context, skip_special_tokens))
+        self._context: list[int] = []
+        self._context_text = ""
+        self._take_context(vocabulary.visible(prompt_ids[-4 * CONTEXT_TOKENS :], skip_special_tokens))
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete."""
-        self._new += self._vocabulary.visible(token_ids, self._skip_special_tokens)
-        return self._text(final=False)
+        return "".join(map(self._step, self._vocabulary.visible(token_ids, self._skip_special_tokens)))
 
     def flush(self) -> str:
         """The text of all ids that are held back."""
         return self._text(final=True)
 
+    def _step(self, token_id: int) -> str:
+        self._new.append(token_id)
+        return self._text(final=len(self._new) > _MAX_HELD_TOKENS)
+
     def _text(self, *, final: bool) -> str:
-        if not self._new:
+        text = self._decode([*self._context, *self._new])[len(self._context_text) :]
+        if not final and (not text or text.endswith(_REPLACEMENT)):
             return ""
-        text = self._text_of(self._new)
-        if text.endswith(_REPLACEMENT) and self._vocabulary.may_show_half_characters and not final:
-            return self._all_but_half(text)
-        if not text and not final and len(self._new) <= _MAX_HELD_TOKENS:
-            return ""
-        shown, self._new = self._new, []
-        num_shown, self._num_shown = self._num_shown, 0
         if text:
-            self._take_context(shown)
-        return text[num_shown:]
+            self._take_context(self._new)
+        self._new = []
+        return text
 
-    def _all_but_half(self, text: str) -> str:
-        """`text` without its last U+FFFD, which may be a part of a character, whose tokens are kept."""
-        text, num_shown = text[:-1], self._num_shown
-        self._num_shown = len(text)
-        for num_kept in range(1, min(_MAX_HALF_TOKENS, len(self._new) - 1) + 1):
-            shown = self._new[:-num_kept]
-            if text and self._text_of(shown) == text:
-                self._take_context(shown)
-                self._new, self._num_shown = self._new[-num_kept:], 0
-                break
-        return text[num_shown:]
-
-    def _text_of(self, new: Sequence[int]) -> str:
-        return self._decode([*self._context, *new])[len(self._context_text) :]
-
-    def _take_context(self, shown: list[int]) -> None:
-        """Make the last few ids of `shown` the context; all of them if those few have no text."""
-        start = max(0, len(shown) - CONTEXT_TOKENS)
-        while start and self._vocabulary.continues_character(shown[start]):
-            start -= 1
-        self._context = shown[start:]
-        self._context_text = self._decode(self._context)
-        if not self._context_text:
-            self._context, self._context_text = shown, self._decode(shown)
+    def _take_context(self, shown: Sequence[int]) -> None:
+        """Byte tokens are no context: they would make one run with those that follow."""
+        words = [i for i in shown if i not in self._vocabulary.byte_of]
+        if words:
+            self._context = words[-CONTEXT_TOKENS:]
+            self._context_text = self._decode(self._context)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._vocabulary.decode(token_ids, self._skip_special_tokens)
-
-
-class ByteFallbackDetokenizer:
-    """For sentencepiece vocabularies (Llama 2, Mistral, Gemma), which write other characters as bytes `<0xNN>`."""
-
-    def __init__(
-        self, vocabulary: Vocabulary, skip_special_tokens: bool, context: Sequence[int] = ()
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._skip_special_tokens = skip_special_tokens
-        self._half: list[int] = []
-        whole = [*self._whole_characters(context), *self._broken()]
-        self._window = WindowDetokenizer(vocabulary, skip_special_tokens, whole)
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
-        return self._window.feed(self._whole_characters(token_ids))
-
-    def flush(self) -> str:
-        """The text of all ids that are held back; a U+FFFD for each byte of a character that is not complete."""
-        return self._window.feed(self._broken()) + self._window.flush()
-
-    def _whole_characters(self, token_ids: Sequence[int]) -> list[int]:
-        """Ids whose runs of bytes are UTF-8; bytes that may be the beginning of a character are kept for later."""
-        byte_of, whole = self._vocabulary.byte_of, list[int]()
-        for token_id in self._vocabulary.visible(token_ids, self._skip_special_tokens):
-            if token_id in byte_of:
-                self._half.append(token_id)
-                whole += self._completed()
-            else:
-                whole += self._broken()
-                whole.append(token_id)
-        return whole
-
-    def _completed(self) -> list[int]:
-        """The ids that the last byte has settled: those of a character, or U+FFFD for bytes that cannot be one."""
-        settled: list[int] = []
-        while self._half:
-            try:
-                _, num_bytes = codecs.utf_8_decode(
-                    bytes(map(self._vocabulary.byte_of.__getitem__, self._half))
-                )
-                settled += self._half[:num_bytes]
-            except UnicodeDecodeError as e:
-                num_bytes = e.end
-                settled += [*self._vocabulary.replacement_ids] * num_bytes
-            if not num_bytes:
-                break
-            del self._half[:num_bytes]
-        return settled
-
-    def _broken(self) -> list[int]:
-        """U+FFFD for each byte that waits for the rest of a character, which will not come."""
-        half, self._half = self._half, []
-        return [*self._vocabulary.replacement_ids] * len(half)
