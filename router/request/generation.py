@@ -23,11 +23,11 @@ from router.request.output_text import (
     FinishReason,
     LengthReason,
     OutputText,
-    StopConditions,
     StopReason,
     stop_conditions,
 )
 from router.request.prompt import Prompt
+from router.text.stops import StopConditions
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.logprobs import TokenLogprobs

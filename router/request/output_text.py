@@ -17,17 +17,9 @@ from msgspec import Meta
 
 from router.dispatch.running_req import Aborted
 from router.http.answer import Answer
-from router.http.wording import shown
 from router.request.prompt import AnswerOptions, Prompt
 from router.text.detokenizer import Detokenizer
-from router.text.stops import (
-    MAX_PATTERN_SIZE,
-    StopPatternCursor,
-    StopPatterns,
-    StopStringCursor,
-    StopStrings,
-    expanded_size,
-)
+from router.text.stops import MAX_PATTERN_SIZE, StopConditions, StopCursor, expanded_size
 from router.text.tokenizer import TextWorkers, Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Finish
@@ -74,23 +66,10 @@ class StopScan:
     matched: str | None = None
 
 
-class StopConditions:
-    """The stops of one prompt, with compiled patterns. Raises RequestError."""
-
-    def __init__(
-        self, strings: Sequence[str], patterns: Sequence[str] = (), patterns_field: str = "stop_regex"
-    ) -> None:
-        self.strings = StopStrings(strings) if strings else None
-        self.patterns = StopPatterns(patterns, patterns_field) if patterns else None
-
-    def __bool__(self) -> bool:
-        return self.strings is not None or self.patterns is not None
-
-
 async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers) -> list[StopConditions]:
     """The stops of each prompt. They are compiled once, by `workers` if they are long. Raises RequestError."""
     fields = {pattern: options.stop_regex_field for options in prompts for pattern in options.stop_regex}
-    sizes = {pattern: _size(pattern, field) for pattern, field in fields.items()}
+    sizes = {pattern: expanded_size(pattern) for pattern in fields}
     num_chars = sum(sizes.values())
     if num_chars > MAX_PATTERN_SIZE:
         field = fields[max(sizes, key=sizes.__getitem__)]
@@ -112,17 +91,6 @@ async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers
     return await workers.run(_CHARS_A_PATTERN_CHAR * num_chars + num_stop_chars, conditions)
 
 
-def _size(pattern: str, field: str) -> int:
-    size = expanded_size(pattern)
-    if size is None:
-        raise RequestError(
-            f"{field} {shown(pattern)} has a comment, flags in the middle, the flag x or an extension that Python's "
-            "re does not know, so that its size cannot be told",
-            param=field,
-        )
-    return size
-
-
 class StopMatcher:
     """Searches one text for stops and holds back a tail that may become one.
 
@@ -131,11 +99,8 @@ class StopMatcher:
     """
 
     def __init__(self, conditions: StopConditions, *, keep: bool = False) -> None:
-        self._cursors: list[StopStringCursor | StopPatternCursor] = []
-        if conditions.strings is not None:
-            self._cursors.append(StopStringCursor(conditions.strings))
-        if conditions.patterns is not None:
-            self._cursors.append(StopPatternCursor(conditions.patterns))
+        self._cursor = StopCursor(conditions)
+        self._first_chars = conditions.first_chars
         self._keep = keep
         self._held = ""
         self._visible = bytearray()  # one for each character of `_held`
@@ -147,18 +112,17 @@ class StopMatcher:
         A piece that is not `visible` is searched for stops, and is never shown. A stop that is completed while not
         `armed` does not count. Raises RequestError when a pattern takes too long.
         """
-        if not piece:
-            return StopScan("")
+        is_plain = self._first_chars is not None and self._first_chars.isdisjoint(piece)
+        if not piece or (is_plain and not self._held):
+            return StopScan(piece if visible else "")
         self._held += piece
         self._visible += (b"\1" if visible else b"\0") * len(piece)
-        found = [stop for cursor in self._cursors if (stop := cursor.feed(piece, armed=armed))]
-        if found:
-            stop = min(found)
+        stop = self._cursor.feed(piece, armed=armed)
+        if stop is not None:
             text = self._release(stop.end if self._keep else stop.start)
             self._held = ""
             return StopScan(text, stop.matched)
-        num_held = max((cursor.num_held for cursor in self._cursors), default=0)
-        return StopScan(self._release(self._num_released + len(self._held) - num_held))
+        return StopScan(self._release(self._num_released + len(self._held) - self._cursor.num_held))
 
     def flush(self) -> str:
         """The text that is held back, when no more will come."""

@@ -1,8 +1,9 @@
 """Finds strings and patterns that end a text which arrives in pieces, within bounds on time and memory.
 
-A pattern is searched in the text so far after every token, as in SGLang, so `$`, `\\b` and a lookahead take the end
-of the text so far as the end. The library `regex` has the syntax of Python's `re`, and finds where a match may have
-begun that is not complete. The hold-back is therefore exact within these bounds:
+A string is a pattern without special characters. A pattern is searched in the text so far after every token, as in
+SGLang, so `$`, `\\b` and a lookahead take the end of the text so far as the end. The library `regex` has the syntax
+of Python's `re`, and finds where a match may have begun that is not complete. The hold-back is therefore exact within
+these bounds:
 
     A match has at most MAX_MATCH_CHARS. A longer one is found only if its end matches by itself.
     At most MAX_HELD_CHARS are held back. The part of a longer match that was shown stays shown.
@@ -18,7 +19,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import regex
 
@@ -40,64 +40,6 @@ class Stop:
     matched: str
 
 
-class StopStrings:
-    """The stops of one request, each with its borders, by which it is searched in one pass (Knuth, Morris, Pratt)."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop string would match everywhere"
-        self.with_borders = [(stop, _borders(stop)) for stop in dict.fromkeys(stops)]
-        self.first_chars = frozenset(stop[0] for stop in stops)
-
-
-def _borders(stop: str) -> list[int]:
-    """Of each beginning of `stop`, by its length, how much of its end is a shorter beginning."""
-    borders = [0, 0]
-    for char in stop[1:]:
-        length = borders[-1]
-        while length and stop[length] != char:
-            length = borders[length]
-        borders.append(length + (stop[length] == char))
-    return borders
-
-
-class StopStringCursor:
-    """One text that is searched for StopStrings."""
-
-    def __init__(self, stops: StopStrings) -> None:
-        self._stops = stops
-        self._lengths = [0] * len(stops.with_borders)
-        """Of each stop, how much of its beginning the text ends with."""
-        self._num_chars = 0
-
-    @property
-    def num_held(self) -> int:
-        """Characters at the end of the text that may become part of a stop."""
-        return max(self._lengths)
-
-    def feed(self, piece: str, *, armed: bool = True) -> Stop | None:
-        """The first stop that `piece` completes; None if not `armed`. A cursor is not fed after a stop."""
-        start, self._num_chars = self._num_chars, self._num_chars + len(piece)
-        if not any(self._lengths) and self._stops.first_chars.isdisjoint(piece):
-            return None
-        for end, char in enumerate(piece, start + 1):
-            completed = list(filter(None, map(self._step, range(len(self._lengths)), repeat(char))))
-            if completed and armed:
-                longest = max(completed, key=len)
-                return Stop(end, end - len(longest), longest)
-        return None
-
-    def _step(self, at: int, char: str) -> str | None:
-        """Take one more character for one of the stops; returns the stop if that completes it."""
-        stop, borders = self._stops.with_borders[at]
-        length = self._lengths[at]
-        while length and stop[length] != char:
-            length = borders[length]
-        length += stop[length] == char
-        is_whole = length == len(stop)
-        self._lengths[at] = borders[length] if is_whole else length
-        return stop if is_whole else None
-
-
 MAX_MATCH_CHARS = 32_768
 MAX_HELD_CHARS = 1024
 CONTEXT_CHARS = 256
@@ -107,38 +49,39 @@ BASE_BUDGET_S = 0.05
 BUDGET_S = 5e-4
 _SEARCH_TIMEOUT_S = 0.02
 """The timeout of one search. The library reads the clock every so many steps, so a search may take twice as long."""
-_PARTS = re.compile(
-    r"""(?P<flags>\A\(\?[aiLmsu]+\))
-      | (?P<open>\((?:\?(?:[:=!>]|<[=!]|P?<\w+>|\(\w+\)|[aiLmsu]*(?:-[ims]+)?:))?(?![?*]))
-      | (?P<close>\))
-      | (?P<repeat>[*+?]|\{(?P<least>\d*)(?P<range>,\d*)?\})[?+]?
-      | (?P<unknown>\(\?(?!P=\w+\))|\(\*|\{[\ddeis]|\[\^?\]?(?:\\.|[^\]\\])*?\[:)
-      | (?P<atom>\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P=\w+\)|.)
-    """,
-    re.DOTALL | re.VERBOSE,
-)
-"""The parts of a pattern in the syntax of `re`. Everything else that the library knows is `unknown`: comments and
-flags in the middle (a repeat behind them repeats the part before them), verbose patterns, calls, verbs,
-fuzziness, `[:alpha:]` in a class."""
+_REPEATS = re.compile(r"(?P<of_group>[)}])?(?:\+|\{(?P<least>\d*))")
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
-class StopPatterns:
-    """Compiled patterns of one request."""
+class StopConditions:
+    """The stops of one prompt, compiled."""
 
-    def __init__(self, patterns: Sequence[str], field: str = "stop_regex") -> None:
-        """`field` names them in errors. Raises RequestError. The caller has bounded their `expanded_size`."""
-        self.field = field
+    def __init__(
+        self, strings: Sequence[str], patterns: Sequence[str] = (), field: str = "stop_regex"
+    ) -> None:
+        """`field` names the patterns in errors. Raises RequestError. The caller has bounded their `expanded_size`."""
+        assert all(strings), "an empty stop string would match everywhere"
+        self.field = field if patterns else "stop"
         names = [field] if len(patterns) == 1 else [f"{field}[{at}]" for at in range(len(patterns))]
         self.compiled = [_compile(*each) for each in zip(patterns, names, strict=True)]
+        self.compiled += [regex.compile(regex.escape(string), cache_pattern=False) for string in strings]
+        self.matched = [*patterns, *strings]
+        """The client's string or pattern of each."""
+        self.first_chars = None if patterns else frozenset(string[0] for string in strings)
+        """With which a stop begins; None where it may begin with any."""
+
+    def __bool__(self) -> bool:
+        return bool(self.compiled)
 
 
-class StopPatternCursor:
-    """One text that is searched for StopPatterns."""
+class StopCursor:
+    """One text that is searched for stops."""
 
-    def __init__(self, patterns: StopPatterns, cpu_clock: Clock = time.thread_time) -> None:
+    def __init__(self, conditions: StopConditions, cpu_clock: Clock = time.thread_time) -> None:
         self._cpu_clock = cpu_clock
-        self._patterns = patterns.compiled
-        self._field = patterns.field
+        self._patterns = conditions.compiled
+        self._matched = conditions.matched
+        self._field = conditions.field
         self._text = ""  # the end of the text, from `_start` on
         self._start = 0
         self._from = [0] * len(self._patterns)  # for each pattern, where in `_text` a match may begin
@@ -176,17 +119,18 @@ class StopPatternCursor:
         pattern = self._patterns[at]
         while self._from[at] <= len(self._text) and (found := self._search(pattern, self._from[at])):
             if armed:
-                return self._completed(pattern, self._from[at], num_old)
+                return self._completed(at, num_old)
             self._from[at] = found.start() + 1
         possible = self._search(pattern, self._from[at], partial=True)
         self._from[at] = max(self._from[at], possible.start() if possible else len(self._text))
         return None
 
-    def _completed(self, pattern: regex.Pattern[str], start: int, num_old: int) -> Stop | None:
+    def _completed(self, at: int, num_old: int) -> Stop | None:
         """The match that would be found first if the new text came one character at a time."""
+        start = self._from[at]
         for end in range(max(num_old, start) + 1, len(self._text) + 1):
-            if found := self._search(pattern, start, end):
-                return Stop(self._start + end, self._start + found.start(), pattern.pattern)
+            if found := self._search(self._patterns[at], start, end):
+                return Stop(self._start + end, self._start + found.start(), self._matched[at])
         return None
 
     def _search(
@@ -212,41 +156,18 @@ class StopPatternCursor:
             self._from = [start - num_dropped for start in self._from]
 
 
-def expanded_size(pattern: str) -> int | None:
-    """Characters of `pattern` with its counted repeats written out; None if it has an `unknown` part.
+def expanded_size(pattern: str) -> int:
+    """At least the characters of `pattern` with its counted repeats written out.
 
     The library compiles `x{m}` as m copies of x, `x{m,n}` as m copies and a loop over one more, and `x+` as
-    `x{1,}`, so nested repeats multiply. The count ends one above MAX_PATTERN_SIZE.
+    `x{1,}`. Repeats of groups may be nested, so they are taken to be; with the flag x, all repeats are.
     """
-    totals, last = [0], 0  # the size of each open group, and of the last item, which a repeat would repeat
-    for part in _PARTS.finditer(pattern):
-        match part.lastgroup:
-            case "unknown":
-                return None
-            case "open":
-                totals.append(len(part[0]))
-                last = 1
-            case "close" if len(totals) > 1:
-                last = totals.pop() + len(")")
-                totals[-1] += last
-            case "repeat":
-                last *= _num_copies(part) - 1
-                totals[-1] += last + len(part[0])
-            case _:
-                last = 1
-                totals[-1] += len(part[0])
-        totals[-1] = min(totals[-1], MAX_PATTERN_SIZE + 1)
-        last = min(last, MAX_PATTERN_SIZE + 1)
-    return min(sum(totals), MAX_PATTERN_SIZE + 1)
-
-
-def _num_copies(repeat: re.Match[str]) -> int:
-    kind = repeat["repeat"]
-    if kind in "*?":
-        return 1
-    least = 1 if kind == "+" else int(repeat["least"].lstrip("0")[:6] or 0)
-    is_exact = kind != "+" and repeat["range"] is None
-    return max(least, 1) if is_exact or not least else least + 1
+    size, copies, is_verbose = len(pattern), 1, _VERBOSE.search(pattern) is not None
+    for found in _REPEATS.finditer(pattern):
+        times = 2 if found["least"] is None else 1 + int(found["least"].lstrip("0")[:6] or 0)
+        size += times
+        copies *= times if found["of_group"] or is_verbose else 1
+    return size * copies
 
 
 def _compile(pattern: str, name: str) -> regex.Pattern[str]:

@@ -18,8 +18,9 @@ import pytest
 from router.api.logprobs import NativeLogprobs, ScoredText
 from router.dispatch.running_req import RunningReq
 from router.request.generation import Generation
-from router.request.output_text import OutputText, StopConditions
+from router.request.output_text import OutputText
 from router.request.prompt import Prompt
+from router.text.stops import StopConditions
 from router.text.tokenizer import INLINE_CHARS, Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dispatch.running_req import Aborted
-from router.request.output_text import OutputText, StopConditions
+from router.request.output_text import OutputText
 from router.request.prompt import AnswerOptions, Prompt
 from router.text.detokenizer import Vocabulary
+from router.text.stops import StopConditions
 from router.text.tokenizer import Tokenizer
 from shared.protocol.messages import Finish, Work
 from shared.protocol.sampling_params import SamplingParams

@@ -13,15 +13,15 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.request.output_text import StopConditions, StopMatcher, stop_conditions
+from router.request.output_text import StopMatcher, stop_conditions
 from router.request.prompt import AnswerOptions
 from router.text.stops import (
     CONTEXT_CHARS,
     MAX_HELD_CHARS,
     MAX_MATCH_CHARS,
     MAX_PATTERN_SIZE,
-    StopPatternCursor,
-    StopPatterns,
+    StopConditions,
+    StopCursor,
     expanded_size,
 )
 from router.text.tokenizer import TextWorkers
@@ -162,7 +162,7 @@ def test_what_is_held_back_is_bounded_but_the_match_is_found() -> None:
 
 
 def test_text_that_cannot_matter_is_forgotten() -> None:
-    cursor = StopPatternCursor(StopPatterns(["^ab", r"(?m)^b\d"]))
+    cursor = StopCursor(StopConditions((), ["^ab", r"(?m)^b\d"]))
     for _ in range(100):
         cursor.feed(f"x{'y' * 998}\n")
         assert len(cursor._text) <= 1000 + 2 * CONTEXT_CHARS
@@ -173,7 +173,7 @@ def test_text_that_cannot_matter_is_forgotten() -> None:
 
 
 def test_a_match_that_does_not_end_is_given_up() -> None:
-    cursor = StopPatternCursor(StopPatterns(["<[^>]*>"]))
+    cursor = StopCursor(StopConditions((), ["<[^>]*>"]))
     cursor.feed("<")
     for _ in range(80):
         cursor.feed("y" * 500)
@@ -192,7 +192,7 @@ def test_a_pattern_that_takes_too_long_fails_its_request(pattern: str) -> None:
 @pytest.mark.parametrize("armed", [True, False])
 def test_a_long_piece_of_text_that_needs_many_searches_is_given_up_between_them(armed: bool) -> None:
     searches = itertools.count()
-    cursor = StopPatternCursor(StopPatterns(["x|ab"]), cpu_clock=lambda: 1e-3 * next(searches))
+    cursor = StopCursor(StopConditions((), ["x|ab"]), cpu_clock=lambda: 1e-3 * next(searches))
     with pytest.raises(RequestError, match="too long"):
         cursor.feed("c" * 1000 + "ab" if armed else "x" * 1000, armed=armed)
     assert next(searches) < 60
@@ -233,49 +233,39 @@ TOO_LARGE = (
     "[](](a{1000}){1000}[)]",
     "[^](](a{1000}){1000}[)]",
     "(?i)(?s-i:(?P<x>a{1000})){1000}(?P=x)",
-)
-"""With their repeats written out."""
-OF_UNKNOWN_SIZE = (
     "(?x) # [\n (a{1000}){1000} # ]",
-    "a(?ix:b)",
-    "(?x-i:b)",
+    "(?ix) (a{1000}) # no more\n {1000}",
     "(?#[)(a{1000}){1000}(?#])",
     "(((a{900})(?#){900})(?#){900})(?#){900}q",
     "(a{900})(?i){900}",
     "(a{900}){e<=0}{900}",
     "(a{900}){2i+1d<3}{900}",
-    "(?|(a)|(b))",
-    "(a)(?1)",
-    "(a)(*FAIL)",
     "[[:alpha:][](((a{900}){900}){900}){900}q]",
     "[^[:alpha:]^[]((a{900}){900})q]",
 )
+"""With their repeats written out."""
 
 
-@pytest.mark.parametrize("pattern", [*TOO_LARGE, *OF_UNKNOWN_SIZE])
+@pytest.mark.parametrize("pattern", TOO_LARGE)
 def test_a_pattern_that_might_be_too_large_is_refused_before_it_is_compiled(pattern: str) -> None:
-    assert (expanded_size(pattern) is None) is (pattern in OF_UNKNOWN_SIZE)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match="16384") as refused:
         asyncio.run(stop_conditions(prompts_with((pattern,)), TextWorkers()))
     assert (refused.value.status, refused.value.param) == (400, "stop_regex")
 
 
 @pytest.mark.parametrize(
-    ("pattern", "size"),
+    "pattern",
     [
-        ("abc", 3),
-        ("[a-z]{3}", 5 + 3 + 2),
-        ("(ab){4}", 3 + 4 * 4),
-        ("(a+b)+", 6 + 6 + 1),
-        ("(?P<x>a)?", 9),
-        (r"\(\[x{2}", 5 + 3 + 1),
-        (r'\{"name": "\w{3}"}', 13 + 3 + 2 + 2),
-        ("(?i)[]a](?:b|c)(?<!d)(?-s:e)(?P<x>f)(?P=x)(?(x)g)", 49),
-        ("(a{0,900}){0,900}", 17),
+        "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+        r"(\d{1,3}\.){3}\d{1,3}",
+        r"\d{4}-\d{2}-\d{2}T(\d{2}:){2}\d{2}",
+        r"(\w+ )+(and|or)( \w+)+[.?!]{1,3}",
+        r'\{"name": "\w{3,64}"}',
+        "(a{0,900}){0,900}",
     ],
 )
-def test_the_size_of_a_pattern(pattern: str, size: int) -> None:
-    assert expanded_size(pattern) == size
+def test_patterns_as_people_write_them_are_small(pattern: str) -> None:
+    assert expanded_size(pattern) < MAX_PATTERN_SIZE / 4
 
 
 _PIECES = st.recursive(
@@ -297,7 +287,6 @@ _PIECES = st.recursive(
 @settings(max_examples=400)
 def test_what_is_compiled_is_bounded_by_the_size(pattern: str) -> None:
     size = expanded_size(pattern)
-    assert size is not None
     if size <= MAX_PATTERN_SIZE:
         program = pickle.dumps(regex.compile(pattern, cache_pattern=False))
         assert len(program) <= 40 * size + 500
