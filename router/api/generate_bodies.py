@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from router.http.body import Body, FailFast, OneOf, Refused, about, one_or_more
+from router.http.body import NOT_YET, Body, FailFast, OneOf, about, one_or_more
 from router.request.fields import (
     CHOSEN_HERE,
     AddSpecialTokens,
@@ -34,13 +35,16 @@ class NativeSampling(SamplingBody):
 
     max_new_tokens: NewTokens = about("0 only scores the prompt.", 128)
     chosen_seed: Seed = Field(default=None, alias="sampling_seed")
-    add_special_tokens: Annotated[Any, Refused(why="a field beside sampling_params here")] = None
-    # vLLM's names of these fields
-    max_tokens: Annotated[Any, Refused(why="called max_new_tokens here")] = None
-    min_tokens: Annotated[Any, Refused((0,), why="called min_new_tokens here")] = None
-    vllm_seed: Annotated[Any, Refused(why="called sampling_seed here")] = Field(default=None, alias="seed")
-    logprobs: Annotated[Any, Refused(why="called return_logprob here, beside sampling_params")] = None
-    include_stop_str_in_output: Annotated[Any, Refused((False,), why="called no_stop_trim here")] = None
+    refused: ClassVar[Mapping[str, str]] = {
+        **SamplingBody.refused,
+        "add_special_tokens": "a field beside sampling_params here",
+        "max_tokens": "called max_new_tokens here",
+        "min_tokens": "called min_new_tokens here",
+        "seed": "called sampling_seed here",
+        "logprobs": "called return_logprob here, beside sampling_params",
+        "include_stop_str_in_output": "called no_stop_trim here",
+    }
+    """Names of vLLM, too."""
 
 
 class GenerateBody(Body):
@@ -102,16 +106,14 @@ class GenerateBody(Body):
         str | list[str | None] | None,
         one_or_more("a string or a list of strings", "str", ExtraKey | None),
     ] = about("Prompts with different keys share no cache.", None)
-    return_hidden_states: Annotated[Any, Refused((False,))] = None
-    return_routed_experts: Annotated[Any, Refused((False,))] = None
-    return_bytes: Annotated[Any, Refused((False,))] = None
-    lora_path: Annotated[Any, Refused()] = None
-    lora_id: Annotated[Any, Refused()] = None
-    input_embeds: Annotated[Any, Refused()] = None
-    image_data: Annotated[Any, Refused(([],))] = None
-    video_data: Annotated[Any, Refused(([],))] = None
-    audio_data: Annotated[Any, Refused(([],))] = None
-    custom_logit_processor: Annotated[Any, Refused()] = None
-    session_params: Annotated[Any, Refused(({},))] = None
-    data_parallel_rank: Annotated[Any, Refused()] = None
-    bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            (
+                *("return_hidden_states", "return_routed_experts", "return_bytes", "lora_path", "lora_id"),
+                *("input_embeds", "image_data", "video_data", "audio_data", "custom_logit_processor"),
+                *("session_params", "data_parallel_rank"),
+            ),
+            NOT_YET,
+        ),
+        "bootstrap_host": CHOSEN_HERE,
+    }

@@ -6,8 +6,8 @@ always cached, so `cache_control` has no effect, and its price is zero: no token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from fastapi import APIRouter, Request, Response
@@ -17,7 +17,7 @@ from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Functio
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, Refused, about, by_type, text_or
+from router.http.body import NOT_YET, Body, FailFast, about, by_type, text_or
 from router.http.responses import (
     ANTHROPIC_PATH,
     StreamForm,
@@ -130,8 +130,10 @@ class CountBody(Body):
     tool_choice: MessagesToolChoice | None = about("auto by default.", None)
     thinking: Thinking | None = about("The template's own default if left out.", None)
     metadata: NoEffect = None
-    mcp_servers: Annotated[Any, Refused(([],), why="not supported: a client calls its servers itself")] = None
-    container: Annotated[Any, Refused()] = None
+    refused: ClassVar[Mapping[str, str]] = {
+        "mcp_servers": "not supported: a client calls its servers itself",
+        "container": NOT_YET,
+    }
 
     def chat(self) -> dict[str, Any]:
         """As the body of a chat."""

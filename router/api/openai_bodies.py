@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -13,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.http.body import Body, FailFast, OneOf, Refused, about, text_or
+from router.http.body import NOT_YET, Body, FailFast, OneOf, about, text_or
 from router.request.fields import (
     CHOSEN_HERE,
     AddSpecialTokens,
@@ -83,16 +84,18 @@ class OpenAIBody(SamplingBody):
     extra_key: ExtraKey = about("Requests with different keys share no cache.", "")
     user: NoEffect = None
     include_stop_str_in_output: bool = about("vLLM's name of `no_stop_trim`.", False)
-    lora_path: Annotated[Any, Refused()] = None
-    return_hidden_states: Annotated[Any, Refused((False,))] = None
-    return_routed_experts: Annotated[Any, Refused((False,))] = None
-    return_token_ids: Annotated[Any, Refused((False,))] = None
-    prompt_embeds: Annotated[Any, Refused()] = None
-    session_params: Annotated[Any, Refused(({},))] = None
-    custom_logit_processor: Annotated[Any, Refused()] = None
-    data_parallel_rank: Annotated[Any, Refused()] = None
-    bootstrap_host: Annotated[Any, Refused(why=CHOSEN_HERE)] = None
-    cache_salt: Annotated[Any, Refused(why="called extra_key here")] = None
+    refused: ClassVar[Mapping[str, str]] = {
+        **SamplingBody.refused,
+        **dict.fromkeys(
+            (
+                *("lora_path", "return_hidden_states", "return_routed_experts", "return_token_ids"),
+                *("prompt_embeds", "session_params", "custom_logit_processor", "data_parallel_rank"),
+            ),
+            NOT_YET,
+        ),
+        "bootstrap_host": CHOSEN_HERE,
+        "cache_salt": "called extra_key here",
+    }
 
     @property
     def keeps_stop(self) -> bool:
@@ -132,7 +135,7 @@ class CompletionBody(OpenAIBody):
     best_of: int | None = about(
         "Generate so many, and tell the `n` likeliest by mean logprob.", None, ge=1, le=MAX_CHOICES
     )
-    suffix: Annotated[Any, Refused(("",))] = None
+    refused: ClassVar[Mapping[str, str]] = {**OpenAIBody.refused, "suffix": NOT_YET}
 
 
 MAX_MESSAGES = 4096
@@ -318,12 +321,7 @@ class ChatBody(OpenAIBody):
     continue_final_message: bool = about("The answer goes on with the last message.", False)
     metadata: NoEffect = None
     store: NoEffect = None
-    add_special_tokens: Annotated[
-        Any, Refused((False,), why="not for a chat, where the template writes all special tokens")
-    ] = None
-    chat_template: Annotated[Any, Refused(why="the server's to choose")] = None
-    functions: Annotated[Any, Refused(([],), why="not supported: use tools")] = None
-    function_call: Annotated[Any, Refused(("none",), why="not supported: use tool_choice")] = None
+    function_call: Literal["none"] | None = about("Older name of `tool_choice`.", None)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = about(
         "A variable for the chat template; none also turns reasoning off where it can.", None
     )
@@ -331,9 +329,15 @@ class ChatBody(OpenAIBody):
     separate_reasoning: bool = about(
         "False: reasoning is a part of the content, as the model writes it.", True
     )
-    reasoning: Annotated[Any, Refused(why="not supported: use reasoning_effort")] = None
-    modalities: Annotated[Any, Refused((["text"],))] = None
-    audio: Annotated[Any, Refused()] = None
-    prediction: Annotated[Any, Refused()] = None
-    web_search_options: Annotated[Any, Refused()] = None
-    verbosity: Annotated[Any, Refused(("medium",))] = None
+    modalities: list[Literal["text"]] | None = about("Only text is served.", None)
+    verbosity: Literal["medium"] | None = about("The only one that is served.", None)
+    refused: ClassVar[Mapping[str, str]] = {
+        **OpenAIBody.refused,
+        "add_special_tokens": "not for a chat, where the template writes all special tokens",
+        "chat_template": "the server's to choose",
+        "functions": "not supported: use tools",
+        "reasoning": "not supported: use reasoning_effort",
+        "audio": NOT_YET,
+        "prediction": NOT_YET,
+        "web_search_options": NOT_YET,
+    }

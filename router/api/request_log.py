@@ -85,8 +85,8 @@ def _request_fields(scope: Scope, status: int | None, began: float) -> dict[str,
         "route": f"{scope['method']} {route}",
         "status": status,
     }
-    if error is not None:  # its message quotes the request, so it is not logged
-        fields |= {"code": error.code, "param": error.param}
+    if error is not None:  # its message and param quote the request, so they are not logged
+        fields["code"] = error.code
     if group is not None:
         fields |= _generated(group, began)
     return fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 
@@ -17,7 +17,7 @@ from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, UNBOUND
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import Body, FailFast, OneOf, Refused, about, by_type, text_or
+from router.http.body import NOT_YET, Body, FailFast, OneOf, about, by_type, text_or
 from router.http.responses import StreamForm, error_body
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
@@ -145,7 +145,7 @@ class TextOptions(Body):
     """About the text of the answer."""
 
     format: TextFormat | None = about("Any text by default.", None)
-    verbosity: Annotated[Any, Refused(("medium",))] = None
+    verbosity: Literal["medium"] | None = about("The only one that is served.", None)
 
 
 _NOT_KEPT = "not supported: no response is kept, so send the whole conversation as input"
@@ -181,18 +181,18 @@ class ResponsesBody(Body):
     text: TextOptions | None = about("Asks for JSON.", None)
     stream: bool = about("Send events.", False)
     store: NoEffect = None
-    previous_response_id: Annotated[Any, Refused(why=_NOT_KEPT)] = None
     metadata: dict[str, Any] | None = about("Is in the answer as it came.", None)
-    truncation: Annotated[Any, Refused(("disabled",), why="not supported: a prompt is never cut")] = None
-    include: Annotated[
-        Any, Refused(([], ["reasoning.encrypted_content"]), why="not supported but for encrypted reasoning")
-    ] = None
-    background: Annotated[Any, Refused((False,))] = None
-    conversation: Annotated[Any, Refused(why=_NOT_KEPT)] = None
-    prompt: Annotated[Any, Refused(why="not supported: send the prompt itself")] = None
+    truncation: Literal["disabled"] = about("A prompt is never cut.", "disabled")
+    include: list[Literal["reasoning.encrypted_content"]] | None = about("Has no effect.", None)
     max_tool_calls: NoEffect = None
     user: NoEffect = None
-    top_logprobs: Annotated[Any, Refused((0,))] = None
+    top_logprobs: Literal[0] = about("No logprobs are told.", 0)
+    refused: ClassVar[Mapping[str, str]] = {
+        "previous_response_id": _NOT_KEPT,
+        "conversation": _NOT_KEPT,
+        "background": NOT_YET,
+        "prompt": "not supported: send the prompt itself",
+    }
 
     def chat(self) -> dict[str, Any]:
         """As the body of a chat."""

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -16,7 +16,7 @@ from router.api.generate_api import WEIGHT_VERSION
 from router.api.openapi import new_routes
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.api_keys import AdminGuard
-from router.http.body import Body, OneOf, Refused, about
+from router.http.body import Body, OneOf, about
 from router.http.config import HttpLimits
 from router.http.responses import answers, json_response, while_connected
 from router.nodes.fleet_answers import (
@@ -79,7 +79,7 @@ class StartProfileBody(Body):
     num_steps: int = about("So many forwards; 0: until /stop_profile.", 0, ge=0, le=_MAX_STEPS)
     with_stack: bool = about("With the Python stack of each operation.", False)
     record_shapes: bool = about("With the shapes of each operation's inputs.", False)
-    output_dir: Annotated[Any, Refused(why="the node's --profile-dir to say")] = None
+    refused: ClassVar[Mapping[str, str]] = {"output_dir": "the node's --profile-dir to say"}
 
 
 FlushTimeout = Annotated[
@@ -266,7 +266,9 @@ def _probe(model: ServedModel) -> Prompt:
 def _traces(answered: dict[str, Answered]) -> Response:
     if not answered:
         raise RequestError("there is no live node to profile", status=503, code="no_node")
-    refused = {node_id: answer.detail for node_id, answer in sorted(answered.items()) if not answer.ok}
+    refused: ClassVar[Mapping[str, str]] = {
+        node_id: answer.detail for node_id, answer in sorted(answered.items()) if not answer.ok
+    }
     traces = {node_id: answer.detail for node_id, answer in sorted(answered.items()) if answer.ok}
     if refused:
         others = f"; done on {', '.join(traces)}" if traces else ""

@@ -3,24 +3,20 @@
 A model derives from `Body` and is the parameter of a handler, so FastAPI validates it; `wrong_input` writes errors.
 `JsonRoute` decodes the body; it is the `route_class` of every router that takes one.
 `null` means the default, everywhere. Unknown fields are ignored, since clients of other servers send them. A known
-field that cannot be served (`Refused`) is refused by name.
+field that cannot be served (`Body.refused`) is refused by name.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import msgspec
 import pydantic
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.annotated_handlers import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -38,24 +34,28 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Known fields that cannot be served, and why: an answer that ignored one would look as if it followed it."""
+
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        for name, why in cls.refused.items():
+            if not _is_nothing(values.get(name)):
+                raise PydanticCustomError("refused", "{why}", {"why": why, "field": name})
         return {name: value for name, value in values.items() if value is not None}
 
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Pydantic's schema, in which a field that may be left out may be null too."""
-        described = handler(schema)
-        whole = handler.resolve_ref_schema(described)
-        for name, field in whole.get("properties", {}).items():
-            if name not in whole.get("required", ()):
-                whole["properties"][name] = _or_null(field)
-        return described
+
+def _is_nothing(value: object) -> bool:
+    """Whether a value asks for nothing. A batch may have one for each prompt."""
+    if isinstance(value, list):
+        return all(item is None or item is False for item in value)
+    return value in (None, False, "", {}) and type(value) is not int
+
+
+NOT_YET = "not supported yet"
 
 
 def about(description: str, default: object = ..., **bounds: Any) -> Any:
@@ -128,44 +128,6 @@ def one_or_more(phrase: str, kind: str, item: Any, most: int | None = None) -> O
     return OneOf(phrase, {kind: item, "list": branch[(of_items[item], *bounds)]})
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Marks a known field that cannot be served: any value but a `harmless` one is refused by name.
-
-    An answer that ignored the field would look as if it followed it.
-    """
-
-    harmless: tuple[object, ...] = ()
-    why: str = "not supported yet"
-
-    def __get_pydantic_core_schema__(self, _: object, __: GetCoreSchemaHandler) -> CoreSchema:
-        """Any type, with the check."""
-        return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
-
-    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The harmless values."""
-        return {"enum": [None, *self.harmless], "description": f"Refused: {self.why}."}
-
-    def _check(self, value: object) -> object:
-        for_all = value if isinstance(value, list) else [value]  # a batch may have one for each prompt
-        if self._is_harmless(value) or all(self._is_harmless(one) for one in for_all):
-            return value
-        raise PydanticCustomError("refused", "{why}", {"why": self.why})
-
-    def _is_harmless(self, value: object) -> bool:
-        return value is None or any(type(value) is type(h) and value == h for h in self.harmless)
-
-
-def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
-    null = {"type": "null"}
-    if None in field.get("enum", ()) or null in field.get("anyOf", ()):
-        return field
-    about = {key: field[key] for key in ("title", "description", "default", "examples") if key in field}
-    bare = {key: value for key, value in field.items() if key not in about}
-    branches: list[JsonSchemaValue] = bare["anyOf"] if set(bare) == {"anyOf"} else [bare]
-    return about | {"anyOf": [*branches, null]}
-
-
 # ---------------------------------------------------------------------------------------------- errors
 _SUBJECT = re.compile(r"^\w+ should")
 _OBJECT_TYPES = ("model_type", "model_attributes_type", "dict_type")
@@ -174,28 +136,27 @@ _OBJECT_TYPES = ("model_type", "model_attributes_type", "dict_type")
 def wrong_input(errors: Sequence[Mapping[str, Any]]) -> RequestError:
     """The RequestError of the first of pydantic's errors, whose location begins with "body" or "query"."""
     error = errors[0]
-    source, *loc = error["loc"]
-    name = _dotted(loc)
-    param = _dotted(
-        loc if source == "query" else _declared(loc)
-    )  # logs have it, so it has no text of the client
+    _, *loc = error["loc"]
     value, context = error["input"], error.get("ctx", {})
+    if error["type"] == "refused":
+        loc.append(context["field"])
+        value = value[context["field"]]
+    name = _dotted(loc)
     if not name:
         missing = error["type"] == "missing"
         return RequestError(f"the body must be a JSON object, not {'missing' if missing else shown(value)}")
     match error["type"]:
         case "missing":
-            return RequestError(f"{name} is missing", param=param)
+            return RequestError(f"{name} is missing", param=name)
         case "refused":
-            return RequestError(
-                f"{name} is {context['why']}; leave it out (it was {shown(value)})", param=param
-            )
+            why = f"{name} is {context['why']}; leave it out (it was {shown(value)})"
+            return RequestError(why, param=name)
         case "expected":
-            return wrong(name, context["phrase"], value, param=param)
+            return wrong(name, context["phrase"], value)
         case kind:
             message = error["msg"] if kind not in _OBJECT_TYPES else "must be an object"
             expected = _SUBJECT.sub("must", message.partition(" after validation")[0])
-            return RequestError(f"{name} {expected}, not {shown(value)}", param=param)
+            return RequestError(f"{name} {expected}, not {shown(value)}", param=name)
 
 
 def _dotted(loc: Iterable[int | str]) -> str:
@@ -206,26 +167,6 @@ def _dotted(loc: Iterable[int | str]) -> str:
         elif not step.startswith(BRANCH):
             name += f".{cut(step)}" if name else cut(step)
     return name
-
-
-def _declared(loc: Iterable[int | str]) -> Iterable[int | str]:
-    """The location up to its last field. A key of an object may be any text of the client, such as a prompt."""
-    known = _field_names()
-    return itertools.takewhile(
-        lambda step: isinstance(step, int) or step.startswith(BRANCH) or step in known, loc
-    )
-
-
-@functools.cache
-def _field_names() -> frozenset[str]:
-    """The names of the fields of all bodies."""
-
-    def names(kind: type[Body]) -> Iterable[str]:
-        yield from (field.alias or name for name, field in kind.model_fields.items())
-        for sub in kind.__subclasses__():
-            yield from names(sub)
-
-    return frozenset(names(Body))
 
 
 # -------------------------------------------------------------------------------------------- decoding

@@ -29,11 +29,9 @@ class _JsonNames(reprlib.Repr):
 _short = _JsonNames()
 
 
-def wrong(name: str, expected: str, value: object, *, param: str | None = None) -> RequestError:
-    """The error for a field with a wrong value. `param` is given where `name` has text of the client."""
-    return RequestError(
-        f"{name} must be {expected}, not {shown(value)}", param=name if param is None else param
-    )
+def wrong(name: str, expected: str, value: object) -> RequestError:
+    """The error for a field with a wrong value."""
+    return RequestError(f"{name} must be {expected}, not {shown(value)}", param=name)
 
 
 def shown(value: object) -> str:

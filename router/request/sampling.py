@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from router.http.body import Body, OneOf, Refused, about, one_or_more
+from router.http.body import NOT_YET, Body, OneOf, about, one_or_more
 from router.http.wording import shown, wrong
 from router.request.fields import TokenIds
 from router.request.prompt import AnswerOptions, check_token_ids
@@ -119,21 +119,20 @@ class SamplingBody(Body):
     json_schema: JsonSchema = about("The text is JSON of this schema.", None)
     regex: GrammarText | None = about("The text matches this.", None)
     ebnf: GrammarText | None = about("The text matches this, from `root`.", None)
-    structural_tag: Annotated[Any, Refused()] = None
-    custom_params: Annotated[Any, Refused(({},))] = None
-    # Fields of vLLM. They are refused, since an answer that ignores them would look as if it followed them.
-    guided_json: Annotated[Any, Refused()] = None
-    guided_regex: Annotated[Any, Refused()] = None
-    guided_choice: Annotated[Any, Refused()] = None
-    guided_grammar: Annotated[Any, Refused()] = None
-    guided_decoding: Annotated[Any, Refused()] = None
-    structured_outputs: Annotated[Any, Refused()] = None
-    use_beam_search: Annotated[Any, Refused((False,))] = None
-    prompt_logprobs: Annotated[Any, Refused()] = None
-    allowed_token_ids: Annotated[Any, Refused()] = None
-    bad_words: Annotated[Any, Refused(([],))] = None
-    logits_processors: Annotated[Any, Refused(([],))] = None
-    truncate_prompt_tokens: Annotated[Any, Refused()] = None
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            *("structural_tag", "custom_params", "guided_json", "guided_regex", "guided_choice"),
+            *(
+                "guided_grammar",
+                "guided_decoding",
+                "structured_outputs",
+                "use_beam_search",
+                "prompt_logprobs",
+            ),
+            *("allowed_token_ids", "bad_words", "logits_processors", "truncate_prompt_tokens"),
+        ),
+        NOT_YET,
+    )
 
     @property
     def keeps_stop(self) -> bool:

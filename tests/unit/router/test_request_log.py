@@ -148,20 +148,26 @@ async def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
         bias = {**BODY, "sampling_params": {"logit_bias": {SECRET: "q"}}}
         requests: Sequence[tuple[str, str, dict[str, str], object, list[str]]] = (
             ("GET", "/health", {}, None, ["GET /health", "503"]),
-            ("GET", f"/v1/models?key={SECRET}", {}, None, ["GET /v1/models", "401"]),
-            ("GET", "/v1/models/other", known, None, ["GET /v1/models/{model_id:path}", "404", "model"]),
+            ("GET", f"/v1/models?key={SECRET}", {}, None, ["GET /v1/models", "401", "invalid_api_key"]),
+            (
+                "GET",
+                "/v1/models/other",
+                known,
+                None,
+                ["GET /v1/models/{model_id:path}", "404", "model_not_found"],
+            ),
             ("GET", "/no/where", known, None, ["GET /no/where", "404"]),
             ("GET", "/no" + "o" * 500, known, None, ["GET /no" + "o" * 97, "404"]),
-            (*generate, {**BODY, "stream": SECRET}, ["POST /generate", "400", "stream"]),
-            (*generate, BODY, ["POST /generate", "503"]),
-            (*generate, pattern, ["POST /generate", "400", "sampling_params.stop_regex"]),
-            (*generate, bias, ["POST /generate", "400", "sampling_params.logit_bias"]),
-            (*chat, {"messages": []}, ["POST /v1/chat/completions", "400", "messages"]),
+            (*generate, {**BODY, "stream": SECRET}, ["POST /generate", "400"]),
+            (*generate, BODY, ["POST /generate", "503", "starting"]),
+            (*generate, pattern, ["POST /generate", "400"]),
+            (*generate, bias, ["POST /generate", "400"]),
+            (*chat, {"messages": []}, ["POST /v1/chat/completions", "400"]),
         )
         for count, (method, path, headers, body, expected) in enumerate(requests, 1):
             await client.request(method, path, headers=headers, json=body)
             event = await told.last(count)
-            told_of = [event[name] for name in ("route", "status", "param") if name in event]
+            told_of = [event[name] for name in ("route", "status", "code") if event.get(name)]
             assert told_of == expected, event
 
 
