@@ -5,7 +5,6 @@
     TraceRequests       sends the traces of sequences (--otlp-traces-endpoint)
     CORSMiddleware      answers preflights, which have no key, and adds its headers to refusals (--allowed-origins)
     ApiKeyCheck         refuses a request without a key, before its body is read
-    QueueGate           refuses a request while the queue is full, before its body is read
     JsonBodies          refuses a body that is too large
     HeadAsGet           answers HEAD wherever GET is answered
     FastAPI             routes, and errors as JSON, also those of bugs
@@ -50,7 +49,7 @@ from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
-from router.request.admission import Admissions, QueueGate
+from router.request.admission import Admissions
 from router.request.generation import Generator
 from router.text.served_model import ModelSlot
 from shared.errors import RequestError
@@ -58,10 +57,6 @@ from shared.log import crash
 
 if TYPE_CHECKING:
     from router.api.traces import Traces
-
-_QUEUED = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-"""The routes whose requests wait for a first token."""
-
 
 _Handler = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -90,7 +85,6 @@ class Service:
 def create_app(service: Service) -> ASGIApp:
     """The routes behind their middleware."""
     app: ASGIApp = JsonBodies(HeadAsGet(create_api(service)), service.http.limits.max_body_bytes)
-    app = QueueGate(app, service.admissions, _QUEUED)
     app = ApiKeyCheck(app, service.keys)
     if service.http.allowed_origins:
         app = CORSMiddleware(
@@ -118,6 +112,7 @@ def create_api(service: Service) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.admissions = service.admissions
     model, limits, status = service.model, service.http.limits, service.status
     generator, membership = service.generator, service.membership
     admin_only = admin_guard(service.keys, service.http.host, service.http.allowed_origins)

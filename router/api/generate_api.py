@@ -41,7 +41,7 @@ _ANSWERS = answers(GenerateAnswer | list[GenerateAnswer], event=GenerateAnswer)
 
 
 def generate_routes(desk: Desk) -> APIRouter:
-    """The route, behind a QueueGate."""
+    """The route."""
     router = new_routes("SGLang")
 
     @router.put("/generate", responses=_ANSWERS)

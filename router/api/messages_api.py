@@ -172,7 +172,7 @@ class MessagesBody(CountBody):
 
 
 def messages_routes(desk: Desk) -> APIRouter:
-    """The routes. The one that generates is behind a QueueGate."""
+    """The routes."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {
             "description": "An error in Anthropic's form.",

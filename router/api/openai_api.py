@@ -46,7 +46,7 @@ from router.text.served_model import ServedModel
 
 
 def openai_routes(desk: Desk, context_length: Callable[[], int]) -> APIRouter:
-    """The routes. Those that generate are behind a QueueGate. `context_length` returns the fleet's."""
+    """The routes. `context_length` returns the fleet's."""
     router = new_routes("OpenAI", prefix="/v1")
 
     @router.post("/completions", responses=answers(Completion, event=Completion))

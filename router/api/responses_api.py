@@ -276,7 +276,7 @@ def _chat_choice(choice: object) -> object:
 
 
 def responses_routes(desk: Desk) -> APIRouter:
-    """The route, behind a QueueGate."""
+    """The route."""
     router = new_routes("OpenAI", prefix="/v1")
 
     @router.post("/responses", responses=NAMED_EVENTS)

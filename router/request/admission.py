@@ -1,6 +1,6 @@
 """What a request takes before its sequences are sent: a place in the queue for each, and its names.
 
-    QueueGate, before the body is read          429 if the queue is full
+    AdmissionOfRequest, a route's parameter     429 if the queue is full
     admission.take(rids, ...)                   429 if the sequences do not all fit, else each has a place; refused if
                                                 a rid is in use, else /abort_request finds the request from here on
     ... tokenize ...
@@ -15,21 +15,17 @@ its sequences or not at all. Each router process has its own bound. Priorities d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Annotated
 
 from fastapi import Depends, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.dispatch.fleet_view import WaitingQueue, retry_after_s
 from router.dispatch.running_req import RunningReq
 from router.http.api_keys import cache_owner_of
-from router.http.responses import refuse
 from shared.errors import RequestError
-
-_ADMISSION = "admission"
 
 
 class Admissions:
@@ -191,33 +187,12 @@ class Admission:
             self._admissions.release(1)
 
 
-class QueueGate:
-    """Middleware for the routes at `paths`. If the queue is full, it answers 429 before the body is read."""
-
-    def __init__(self, app: ASGIApp, admissions: Admissions, paths: Set[str]) -> None:
-        self._app = app
-        self._admissions = admissions
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its Admission, or answer 429."""
-        if scope["path"] not in self._paths or scope["method"] not in ("POST", "PUT"):
-            await self._app(scope, receive, send)
-            return
-        try:
-            admission = self._admissions.admit(cache_owner_of(scope))
-        except RequestError as e:
-            await refuse(e, scope, receive, send)
-            return
-        with admission:
-            scope.setdefault("state", {})[_ADMISSION] = admission
-            await self._app(scope, receive, send)
-
-
-async def _admission_of(request: Request) -> Admission:
-    admission: Admission = getattr(request.state, _ADMISSION)
-    return admission
+async def _admission_of(request: Request) -> AsyncIterator[Admission]:
+    """The admission, until the answer is sent. Raises RequestError when the queue is full."""
+    admissions: Admissions = request.app.state.admissions
+    with admissions.admit(cache_owner_of(request.scope)) as admission:
+        yield admission
 
 
 AdmissionOfRequest = Annotated[Admission, Depends(_admission_of)]
-"""The parameter of a handler behind a QueueGate."""
+"""The parameter of a route whose requests wait for a first token."""
