@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from router.http.body import NOT_YET, Body, FailFast, OneOf, about, one_or_more
 from router.request.fields import (
@@ -49,24 +49,6 @@ class NativeSampling(SamplingBody):
 
 class GenerateBody(Body):
     """A prompt or a list of prompts, with their fields. With a list, most fields may be lists too."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "text": "The capital of France is",
-                    "sampling_params": {"max_new_tokens": 16, "temperature": 0, "stop": ["\n"]},
-                },
-                {
-                    "input_ids": [[1, 2, 3], [4, 5]],
-                    "sampling_params": [{"max_new_tokens": 8}, {"max_new_tokens": 4, "top_p": 0.9}],
-                    "rid": ["first", "second"],
-                    "return_logprob": [True, False],
-                    "stream": True,
-                },
-            ]
-        }
-    )
 
     text: Annotated[
         str | list[str] | None, OneOf("a string or a list of strings", {"str": str, "list": Texts})

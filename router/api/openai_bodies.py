@@ -106,15 +106,6 @@ class OpenAIBody(SamplingBody):
 class CompletionBody(OpenAIBody):
     """One prompt or several, to be completed."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
-                {"prompt": ["One,", "Two,"], "n": 2, "logprobs": 3, "echo": True},
-            ]
-        }
-    )
-
     prompt: Annotated[
         str | list[str] | list[int] | list[list[int]],
         OneOf(
@@ -251,39 +242,6 @@ class AllowedTools(Body):
 
 class ChatBody(OpenAIBody):
     """A conversation, to be continued by the assistant."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "messages": [
-                        {"role": "system", "content": "Answer in one sentence."},
-                        {"role": "user", "content": "Why is the sky blue?"},
-                    ],
-                    "max_completion_tokens": 64,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                },
-                {
-                    "messages": [{"role": "user", "content": "Is it warm in Paris?"}],
-                    "tools": [
-                        {
-                            "type": "function",
-                            "function": {
-                                "name": "weather",
-                                "parameters": {
-                                    "type": "object",
-                                    "properties": {"city": {"type": "string"}},
-                                    "required": ["city"],
-                                },
-                            },
-                        }
-                    ],
-                    "tool_choice": {"type": "function", "function": {"name": "weather"}},
-                },
-            ]
-        }
-    )
 
     messages: Annotated[list[ChatInputMessage], FailFast()] = about(
         "The conversation so far.", min_length=1, max_length=MAX_MESSAGES

@@ -16,7 +16,8 @@ import msgspec
 import pydantic
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.annotated_handlers import GetCoreSchemaHandler
+from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -46,6 +47,17 @@ class Body(BaseModel):
             if not _is_nothing(values.get(name)):
                 raise PydanticCustomError("refused", "{why}", {"why": why, "field": name})
         return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Pydantic's schema, in which a field that may be left out may be null too."""
+        described = handler(schema)
+        whole = handler.resolve_ref_schema(described)
+        for name in whole.get("properties", {}).keys() - whole.get("required", ()):
+            whole["properties"][name] = {"anyOf": [whole["properties"][name], {"type": "null"}]}
+        return described
 
 
 def _is_nothing(value: object) -> bool:
