@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AliasChoices,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -70,9 +71,10 @@ class OpenAIBody(SamplingBody):
 
     model: str | None = about("The served one; it may be left out.", None, max_length=1024)
     max_tokens: Annotated[NewTokens | None, UNBOUNDED] = about(
-        "Longest answer; -1 is as if it were left out.", None
+        "Longest answer; -1 is as if it were left out. Newer name: `max_completion_tokens`.",
+        None,
+        validation_alias=AliasChoices("max_tokens", "max_completion_tokens"),
     )
-    max_completion_tokens: Annotated[NewTokens | None, UNBOUNDED] = about("Newer name of `max_tokens`.", None)
     min_new_tokens: NewTokens = about("Nothing ends it before.", 0, alias="min_tokens")
     response_format: ResponseFormat | None = about("Asks for JSON.", None)
     stream: bool = about("Send events, each with what is new.", False)
@@ -83,7 +85,11 @@ class OpenAIBody(SamplingBody):
     routing_key: RoutingKey = None
     extra_key: ExtraKey = about("Requests with different keys share no cache.", "")
     user: NoEffect = None
-    include_stop_str_in_output: bool = about("vLLM's name of `no_stop_trim`.", False)
+    no_stop_trim: bool = about(
+        "What matched stays in the text. vLLM's name: `include_stop_str_in_output`.",
+        False,
+        validation_alias=AliasChoices("no_stop_trim", "include_stop_str_in_output"),
+    )
     refused: ClassVar[Mapping[str, str]] = {
         **SamplingBody.refused,
         **dict.fromkeys(
@@ -96,11 +102,6 @@ class OpenAIBody(SamplingBody):
         "bootstrap_host": CHOSEN_HERE,
         "cache_salt": "called extra_key here",
     }
-
-    @property
-    def keeps_stop(self) -> bool:
-        """What matched stays in the text."""
-        return self.no_stop_trim or self.include_stop_str_in_output
 
 
 class CompletionBody(OpenAIBody):

@@ -73,8 +73,7 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     num_prompts = len(given)
     best_of = _best_of(body)
     limits.check_batch("n" if body.best_of is None else "best_of", num_prompts * best_of)
-    bounds = (body.max_tokens, body.max_completion_tokens)
-    max_new_tokens = next((bound for bound in bounds if bound is not None), _DEFAULT_MAX_TOKENS)
+    max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     own = format_grammar(body.response_format)
     asked = read_samplings(body, max_new_tokens, num_prompts, model.vocab_size, own_grammar=own)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), "cmpl-", given)
@@ -121,8 +120,7 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     _check_model(body.model, model)
     wanted = _chat_logprobs(body.logprobs, body.top_logprobs)
     calls = _wanted_calls(body, model)
-    given = (body.max_completion_tokens, body.max_tokens)
-    max_new_tokens = next((number for number in given if number is not None), _AS_MUCH_AS_FITS)
+    max_new_tokens = _AS_MUCH_AS_FITS if body.max_tokens is None else body.max_tokens
     own = _call_grammar(calls) if calls else format_grammar(body.response_format)  # a format is for text
     params, options = read_sampling(body, max_new_tokens, model.vocab_size, own_grammar=own)
     limits.check_batch("n", options.n)

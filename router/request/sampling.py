@@ -134,11 +134,6 @@ class SamplingBody(Body):
         NOT_YET,
     )
 
-    @property
-    def keeps_stop(self) -> bool:
-        """What matched stays in the text."""
-        return self.no_stop_trim
-
 
 def read_sampling(
     body: SamplingBody,
@@ -189,7 +184,7 @@ def read_sampling(
         stop=_as_tuple(body.stop),
         stop_regex=_as_tuple(body.stop_regex),
         stop_regex_field=f"{at}stop_regex",
-        no_stop_trim=body.keeps_stop,
+        no_stop_trim=body.no_stop_trim,
         skip_special_tokens=body.skip_special_tokens,
         grammar_field=asked.field if asked else None,
     )
