@@ -18,7 +18,7 @@ from router.nodes.fleet_answers import Fleet, FleetNode, NodeReady, NodeRemoved
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
 from router.nodes.member import Member
 from router.nodes.membership import Membership
-from router.nodes.status import describe_member
+from router.nodes.status import describe_node
 from shared.errors import RequestError
 from shared.protocol.loopback import is_loopback
 from shared.protocol.messages import Role
@@ -69,13 +69,13 @@ def fleet_admin_routes(
 
     async def ready(member: Member) -> Response:
         await membership.refresh()
-        return json_response(NodeReady(node=describe_in_full(member)))
+        return json_response(NodeReady(node=_described(member)))
 
     @router.get("", responses=answers(Fleet))
     async def fleet() -> Response:
         """Every node that is dialled, with its load asked for now."""
         await membership.refresh()
-        nodes = [describe_in_full(member) for member in membership.members]
+        nodes = [_described(member) for member in membership.members]
         return json_response(Fleet(nodes=nodes))
 
     @router.post("/nodes", responses=answers(NodeReady))
@@ -124,14 +124,11 @@ def fleet_guards(keys: ApiKeys, host: str, admin_only: AdminGuard) -> Sequence[p
     return [Depends(needs_an_admin_key), Depends(admin_only)]
 
 
-def describe_in_full(member: Member) -> FleetNode:
-    """A member as in `GET /fleet`, with its load if it has told one since it was connected."""
-    return FleetNode(
-        **describe_member(member),
-        role=member.role,
-        pinned=member.pinned,
-        load=asdict(member.node.load) if member.node is not None and member.node.load_at else UNSET,
-    )
+def _described(member: Member) -> FleetNode:
+    """A member with its load, if it has told one since it was connected."""
+    node = member.node
+    load = asdict(node.load) if node is not None and node.load_at else UNSET
+    return describe_node(member, pinned=member.pinned, load=load)
 
 
 def _address(role: Role, text: str) -> str:

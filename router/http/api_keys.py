@@ -99,21 +99,11 @@ class ApiKeys:
         """True when administrators need a key of their own."""
         return bool(self._admins)
 
-    @property
-    def admins_need_no_key(self) -> bool:
-        """True when no key guards the routes for administrators."""
-        return self.access(b"") is Access.ADMIN
-
     def cache_owner(self, authorization: bytes) -> bytes:
         """The digest of the sender's key; empty for a sender without a key, and where all share one cache."""
         digest = _digest_of(authorization)
         known = not self._share_cache and _is_one_of(digest, (*self._clients, *self._admins))
         return digest if known else b""
-
-    @property
-    def needed(self) -> bool:
-        """True when clients must send one."""
-        return self.access(b"") is Access.NOTHING
 
     def access(self, authorization: bytes) -> Access:
         """What the sender of this header may do. Compares with every key, in the same time for any of them."""
@@ -234,7 +224,7 @@ def admin_guard(keys: ApiKeys, host: str, allowed_origins: Sequence[str]) -> Adm
 
     async def admin_only(request: Request) -> None:
         require_admin(request)
-        if keys.admins_need_no_key:  # a page of another site has no key to send
+        if not (keys.has_clients or keys.has_admins):  # a page of another site has no key to send
             _refuse_foreign_pages(request.headers, host, allowed_origins)
 
     return admin_only

@@ -21,10 +21,14 @@ Status = Annotated[
 ]
 
 
-class FleetMember(Answer, kw_only=True, frozen=True):
-    """The state of a node at this router; `what` a node loads, and the `fraction` that is loaded."""
+class FleetNode(Answer, kw_only=True, frozen=True):
+    """A node at this router; of one that loads, `what` it loads, and the `fraction` that is loaded.
+
+    /fleet tells `pinned` and, once the node has told it, the `load`; /server_info tells `limits` and `flags`.
+    """
 
     node_id: Annotated[str | None, Meta(description="Null until the node has answered.")]
+    role: Role
     state: State
     address: str | UnsetType = UNSET
     reason: str | UnsetType = UNSET
@@ -33,14 +37,12 @@ class FleetMember(Answer, kw_only=True, frozen=True):
     num_queue_reqs: int | UnsetType = UNSET
     what: str | UnsetType = UNSET
     fraction: float | UnsetType = UNSET
-
-
-class FleetNode(FleetMember, kw_only=True, frozen=True):
-    """A node with its load, once it has told that."""
-
-    role: Role
-    pinned: Annotated[bool, Meta(description="Named by the operator, and so never forgotten.")]
+    pinned: Annotated[
+        bool | UnsetType, Meta(description="Named by the operator, and so never forgotten.")
+    ] = UNSET
     load: Fields | UnsetType = UNSET
+    limits: Fields | UnsetType = UNSET
+    flags: dict[str, str | int | float | bool | None] | UnsetType = UNSET
 
 
 class Fleet(Answer, kw_only=True, frozen=True):
@@ -72,8 +74,8 @@ class Health(Answer, kw_only=True, frozen=True):
 
     status: Status
     model: Annotated[str, Meta(description="Its name; empty before it is known.")]
-    prefill: list[FleetMember]
-    decode: list[FleetMember]
+    prefill: list[FleetNode]
+    decode: list[FleetNode]
     reason: Annotated[str | UnsetType, Meta(description="Why it is not ok.")] = UNSET
     generated_in_s: Annotated[float | UnsetType, Meta(description="Of /health_generate.")] = UNSET
 
@@ -92,14 +94,6 @@ class ModelInfo(Answer, kw_only=True, frozen=True):
     max_model_len: Annotated[int, Meta(description="The same.")]
     has_chat_template: bool
     is_generation: bool = True
-
-
-class NodeInfo(FleetMember, kw_only=True, frozen=True):
-    """A connected node, as it was started."""
-
-    role: Role
-    limits: Fields
-    flags: dict[str, str | int | float | bool | None]
 
 
 class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False):
@@ -123,7 +117,7 @@ class ServerInfo(Answer, kw_only=True, frozen=True, forbid_unknown_fields=False)
     tool_call_parser: Annotated[str, Meta(description="The family whose calls of tools are read, or none.")]
     reasoning_parser: Annotated[str, Meta(description="think: reasoning is told apart; or none.")]
     internal_states: list[Fields]
-    nodes: list[NodeInfo]
+    nodes: list[FleetNode]
 
 
 class Tokenized(Answer, kw_only=True, frozen=True):

@@ -8,8 +8,7 @@ from msgspec import UNSET
 from msgspec.structs import asdict
 
 from router.dispatch.placement import why_unlinked
-from router.nodes.fleet_answers import FleetMember, Health, NodeInfo, ServerInfo
-from router.nodes.live_node import LiveNode
+from router.nodes.fleet_answers import FleetNode, Health, ServerInfo
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.text.reply_parser import NO_PARSER
@@ -74,21 +73,17 @@ class FleetStatus:
                 {"node_id": node.ref.node_id, "role": node.role, **asdict(node.load)} for _, node in connected
             ],
             nodes=[
-                NodeInfo(
-                    **describe_member(member),
-                    role=node.role,
-                    limits=asdict(node.limits),
-                    flags=node.hello.flags,
-                )
+                describe_node(member, limits=asdict(node.limits), flags=node.hello.flags)
                 for member, node in connected
             ],
         )
 
-    def _fleet(self, role: Role) -> list[FleetMember]:
+    def _fleet(self, role: Role) -> list[FleetNode]:
         members = [m for m in self._membership.members if m.role is role]
         loading = [n for n in self._membership.loading if n.role is role]
-        return [FleetMember(**describe_member(m)) for m in members] + [
-            FleetMember(node_id=n.node_id, state="loading", what=n.what, fraction=n.fraction) for n in loading
+        return [describe_node(m) for m in members] + [
+            FleetNode(node_id=n.node_id, role=role, state="loading", what=n.what, fraction=n.fraction)
+            for n in loading
         ]
 
     def state(self) -> tuple[str, str]:
@@ -126,19 +121,16 @@ def _state_of(member: Member) -> str:
     return f"{member.name} is {member.state}" + (f" ({member.reason})" if member.node is not None else "")
 
 
-def describe_member(member: Member) -> dict[str, Any]:
-    """The fields of a FleetMember."""
-    known = {"node_id": member.node_id or None, "address": member.address, "state": member.state}
-    return {
-        **known,
-        "reason": member.reason or UNSET,
-        **({} if member.node is None else _at_work(member.node)),
-    }
-
-
-def _at_work(node: LiveNode) -> dict[str, Any]:
-    return {
-        "incarnation": node.ref.incarnation,
-        "num_running_reqs": node.load.num_running,
-        "num_queue_reqs": node.load.num_waiting,
-    }
+def describe_node(member: Member, **more: Any) -> FleetNode:
+    """A member as the routes tell it, with `more` fields of a FleetNode."""
+    if (node := member.node) is not None:
+        more["incarnation"] = node.ref.incarnation
+        more["num_running_reqs"], more["num_queue_reqs"] = node.load.num_running, node.load.num_waiting
+    return FleetNode(
+        node_id=member.node_id or None,
+        role=member.role,
+        state=member.state,
+        address=member.address,
+        reason=member.reason or UNSET,
+        **more,
+    )

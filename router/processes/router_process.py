@@ -139,7 +139,7 @@ async def _prove(router: Router, *, owns_nodes: bool) -> None:
         if owns_nodes:
             raise
         log.warn("first_generation_failed", reason=e.message)
-    key = " -H 'Authorization: Bearer KEY'" if router.keys.needed else ""
+    key = " -H 'Authorization: Bearer KEY'" if router.keys.has_clients else ""
     path, body = EXAMPLE if router.model.get().tokenizer.has_text else EXAMPLE_OF_IDS
     if proof:
         print(f"\n{PROOF_PROMPT}{proof}")

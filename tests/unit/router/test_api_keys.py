@@ -111,7 +111,7 @@ def check_refused(response: httpx.Response) -> None:
 async def test_routes_need_a_key(model_folder: Path) -> None:
     http = HttpOptions(port=0, api_keys=("other", "schlüssel"))
     async with joined_pair(model_folder, http=http, wait=False) as (_, router, client):
-        assert router.keys.needed
+        assert router.keys.has_clients
         assert (await client.get("/health")).status_code in (200, 503)
         for headers in ({}, bearer("wrong"), {"Authorization": "schlüssel".encode()}):
             state = "/server_info", "/metrics", "/v1/models", "/health_generate"
@@ -196,7 +196,7 @@ ADMIN_ROUTES = [
 async def test_admin_routes_need_the_admin_key(model_folder: Path, client_keys: tuple[str, ...]) -> None:
     http = HttpOptions(port=0, api_keys=client_keys, admin_api_keys=("a",))
     async with joined_pair(model_folder, http=http, wait=False) as (_, router, client):
-        assert router.keys.needed == bool(client_keys)
+        assert router.keys.has_clients == bool(client_keys)
         for key in ("a", "c"):
             aborted = await client.post("/abort_request", json={"rid": "x"}, headers=bearer(key))
             assert aborted.status_code == 200
