@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,34 +58,14 @@ class TextWorkers:
     async def run_each(
         self, items: Sequence[S], num_chars: Callable[[S], int], work: Callable[[S], T]
     ) -> list[T]:
-        """The result of `work` on each item. Short items are run together, up to MEDIUM_CHARS."""
-        sizes = [num_chars(item) for item in items]
-        total, results = sum(sizes), list[T]()
-        for part in _parts(items, sizes):
-            # The threads are chosen by the batch's total, so that a long batch of short texts delays no medium ones.
-            results += await self.run(total, functools.partial(_each, work, part))
-        return results
+        """The result of `work` on each item. The threads are chosen by the size of the whole batch."""
+        total = sum(map(num_chars, items))
+        return [await self.run(total, functools.partial(work, item)) for item in items]
 
     def close(self) -> None:
         """End the threads. Work that has not begun is dropped."""
         for threads in (self._medium, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _each(work: Callable[[S], T], items: Sequence[S]) -> list[T]:
-    return [work(item) for item in items]
-
-
-def _parts(items: Sequence[S], sizes: Sequence[int]) -> Iterator[Sequence[S]]:
-    """Consecutive items of at most MEDIUM_CHARS together, or a single longer one."""
-    begin, held = 0, 0
-    for at, size in enumerate(sizes):
-        if at > begin and held + size > MEDIUM_CHARS:
-            yield items[begin:at]
-            begin, held = at, 0
-        held += size
-    if begin < len(items):
-        yield items[begin:]
 
 
 # --------------------------------------------------- special tokens, and strings of a client that look like them

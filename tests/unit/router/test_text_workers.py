@@ -18,7 +18,7 @@ from router.dispatch.running_req import RunningReq
 from router.request.admission import Admissions
 from router.request.generation import Generator
 from router.request.prompt import AnswerOptions, Prompt
-from router.text.tokenizer import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, Tokenizer, _parts
+from router.text.tokenizer import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, Tokenizer
 from shared.protocol.messages import Prefill, ReqKey, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
@@ -90,8 +90,6 @@ async def test_others_get_on_between_the_items_of_a_batch() -> None:
     await other
     assert await batch == ["A", "B", "C", "D", "E"]
     assert order == ["a", "other", "b", "c", "d", "e"]
-    parts = [[*part] for part in _parts(list(sizes), [*sizes.values()])]
-    assert parts == [["a"], ["b"], ["c", "d"], ["e"]]
     assert await workers.run_each([], len, work) == []
     workers.close()
 
