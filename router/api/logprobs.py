@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -55,64 +54,48 @@ class NativeLogprobs:
             of_input = await self._workers.run(cost_in_chars(self._generation), lambda: self._input(wanted))
             if all_there:
                 self._of_input = of_input
-        return {**of_input, **self._output(wanted)}
+        return {**of_input, **self._output()}
 
     def _input(self, wanted: LogprobParams) -> dict[str, msgspec.Raw]:
-        fields = _Scored.prompt(self._generation, wanted).fields("input", wanted, self._text_of)
+        generation, logprobs, token_ids = self._generation, list[TokenLogprobs | None](), tuple[int, ...]()
+        if wanted.start_len >= 0:
+            logprobs = [None, *generation.input_logprobs]  # the first token of a prompt has none
+            token_ids = generation.prompt.work.input_ids[wanted.start_len :][: len(logprobs)]
+        fields = self._fields("input", token_ids, logprobs)
         return {name: msgspec.Raw(msgspec.json.encode(rows)) for name, rows in fields.items()}
 
-    def _output(self, wanted: LogprobParams) -> dict[str, list[object]]:
+    def _output(self) -> dict[str, list[object]]:
         first, generation = self._num_outputs, self._generation
-        new = _Scored(generation.output_ids[first:], generation.output_logprobs[first:])
-        for name, rows in new.fields("output", wanted, self._text_of).items():
+        fields = self._fields("output", generation.output_ids[first:], generation.output_logprobs[first:])
+        for name, rows in fields.items():
             self._of_output.setdefault(name, []).extend(rows)
         self._num_outputs = len(generation.output_ids)
         return self._of_output
 
+    def _fields(
+        self, side: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Sequence[object]]:
+        """The fields of the tokens of a side, "input" or "output"."""
+        wanted, text_of = self._generation.prompt.work.params.logprobs, self._text_of
+        assert wanted is not None
 
-@dataclass(frozen=True)
-class _Scored:
-    """Tokens with their logprobs. The first token of a prompt has None."""
+        def entry(logprob: float | None, token_id: int) -> Entry:
+            return logprob, token_id, text_of(token_id) if text_of is not None else None
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
-
-    @classmethod
-    def prompt(cls, generation: Generation, wanted: LogprobParams) -> _Scored:
-        if wanted.start_len < 0:
-            return cls((), ())
-        logprobs = (None, *generation.input_logprobs)
-        return cls(generation.prompt.work.input_ids[wanted.start_len :][: len(logprobs)], logprobs)
-
-    def fields(self, side: str, wanted: LogprobParams, text_of: TextOf | None) -> dict[str, Sequence[object]]:
-        """The fields of `side`, "input" or "output"."""
-        fields: dict[str, Sequence[object]] = {f"{side}_token_logprobs": self.own(text_of)}
+        scored = zip(token_ids, logprobs, strict=True)
+        fields: dict[str, Sequence[object]] = {
+            f"{side}_token_logprobs": [entry(known.logprob if known else None, i) for i, known in scored]
+        }
         if wanted.top_num:
-            fields[f"{side}_top_logprobs"] = self.top(text_of)
+            tops = ([entry(*top) for top in known.top] if known else None for known in logprobs)
+            fields[f"{side}_top_logprobs"] = list(tops)
         if wanted.token_ids:
-            fields[f"{side}_token_ids_logprobs"] = self.of_token_ids(wanted.token_ids, text_of)
+            rows = (
+                zip(known.of_token_ids, wanted.token_ids, strict=True) if known else None
+                for known in logprobs
+            )
+            fields[f"{side}_token_ids_logprobs"] = [row and [entry(*one) for one in row] for row in rows]
         return fields
-
-    def own(self, text_of: TextOf | None) -> list[Entry]:
-        scored = zip(self.token_ids, self.logprobs, strict=True)
-        return [_entry(known.logprob if known else None, token_id, text_of) for token_id, known in scored]
-
-    def top(self, text_of: TextOf | None) -> list[list[Entry] | None]:
-        return [_entries(known.top, text_of) if known else None for known in self.logprobs]
-
-    def of_token_ids(self, token_ids: Sequence[int], text_of: TextOf | None) -> list[list[Entry] | None]:
-        return [
-            _entries(zip(known.of_token_ids, token_ids, strict=True), text_of) if known else None
-            for known in self.logprobs
-        ]
-
-
-def _entries(scored: Iterable[tuple[float, int]], text_of: TextOf | None) -> list[Entry]:
-    return [_entry(logprob, token_id, text_of) for logprob, token_id in scored]
-
-
-def _entry(logprob: float | None, token_id: int, text_of: TextOf | None) -> Entry:
-    return logprob, token_id, text_of(token_id) if text_of is not None else None
 
 
 def chat_logprobs(generation: Generation, places: Iterable[int], tokenizer: Tokenizer) -> ChatLogprobs:
