@@ -6,7 +6,7 @@ always cached, so `cache_control` has no effect, and its price is zero: no token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
@@ -17,7 +17,7 @@ from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Functio
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import NOT_YET, Body, FailFast, about, by_type, text_or
+from router.http.body import NOT_YET, Body, FailFast, about, text_or
 from router.http.responses import (
     ANTHROPIC_PATH,
     StreamForm,
@@ -26,68 +26,29 @@ from router.http.responses import (
     json_response,
     while_connected,
 )
+from router.http.wording import wrong
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
 from router.request.output_text import StopReason, kind_of
 from router.request.sampling import NewTokens, StopString
 
-
-class TextBlock(Body):
-    """Text."""
-
-    type: Literal["text"] = about("Text.")
-    text: str = about("What is said.")
-
-
-class ThinkingBlock(Body):
-    """What the model has reasoned."""
-
-    type: Literal["thinking"] = about("Of an earlier answer.")
-    thinking: str = about("What was thought; its signature is not looked at.")
-
-
-class RedactedThinking(Body):
-    """Reasoning that only another server can read; it is left out."""
-
-    type: Literal["redacted_thinking"] = about("Of an earlier answer.")
-
-
-class ToolUse(Body):
-    """A call that the assistant has made."""
-
-    type: Literal["tool_use"] = about("Of an earlier answer.")
-    id: str = about("Named by the tool's answer.", max_length=256)
-    name: FunctionName
-    input: dict[str, Any] = about("The arguments.", default_factory=dict)
-
-
-_TEXTS = Annotated[str | list[TextBlock], text_or("a string or a list of text blocks", TextBlock, MAX_PARTS)]
-
-
-class ToolResult(Body):
-    """A tool's answer."""
-
-    type: Literal["tool_result"] = about("Answers a call.")
-    tool_use_id: str = about("The call that it answers.", max_length=256)
-    content: _TEXTS = about("What the tool has said.", "")
-    is_error: bool = about("Has no effect: the text says so.", False)
-
-
-_Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult,
-    by_type(
-        "a block of type text, thinking, redacted_thinking, tool_use or tool_result",
-        *(TextBlock, ThinkingBlock, RedactedThinking, ToolUse, ToolResult),
-    ),
+_Blocks = Annotated[
+    str | list[dict[str, Any]], text_or("a string or a list of blocks", dict[str, Any], MAX_PARTS)
 ]
+
+
+_BLOCK = (
+    "a block of type text (with text), thinking (thinking), redacted_thinking, tool_use (id, name, input) or "
+    "tool_result (tool_use_id, content)"
+)
 
 
 class InputMessage(Body):
     """One turn."""
 
     role: Literal["user", "assistant"] = about("The author.")
-    content: Annotated[str | list[_Block], text_or("a string or a list of blocks", _Block, MAX_PARTS)] = (
-        about("Text, or blocks of it, of reasoning, calls and answers.")
+    content: _Blocks = about(
+        "Text, or blocks of it (text), of reasoning (thinking), tool_use and tool_result."
     )
 
 
@@ -123,7 +84,7 @@ class CountBody(Body):
     messages: Annotated[list[InputMessage], FailFast()] = about(
         "The conversation so far.", min_length=1, max_length=MAX_MESSAGES
     )
-    system: _TEXTS = about("Comes before the conversation.", "")
+    system: _Blocks = about("Comes before the conversation.", "")
     tools: Annotated[list[MessagesTool] | None, FailFast()] = about(
         "May be called.", None, max_length=MAX_TOOLS
     )
@@ -137,12 +98,14 @@ class CountBody(Body):
 
     def chat(self) -> dict[str, Any]:
         """As the body of a chat."""
-        system = _text(self.system)
+        system = _text(self.system, "system")
         messages = [{"role": "system", "content": system}] if system else []
+        for at, message in enumerate(self.messages):
+            messages += _chat_messages(message, f"messages[{at}].content")
         choice = self.tool_choice
         return {
             "model": self.model,
-            "messages": [*messages, *(one for message in self.messages for one in _chat_messages(message))],
+            "messages": messages,
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": None if choice is None else _chat_choice(choice),
             "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
@@ -282,32 +245,45 @@ def _arguments(block: Block) -> object:
         return {"INVALID_JSON": block.text}
 
 
-def _text(texts: str | Iterable[TextBlock]) -> str:
-    return texts if isinstance(texts, str) else "\n".join(block.text for block in texts)
+def _text(content: object, where: str) -> str:
+    """A text, or that of blocks. Raises RequestError."""
+    match content:
+        case str():
+            return content
+        case list() if all(isinstance(block, dict) and block.get("type") == "text" for block in content):
+            texts = [block.get("text") for block in content]
+            if all(isinstance(text, str) for text in texts):
+                return "\n".join(texts)
+    raise wrong(where, "a string or a list of text blocks", content)
 
 
-def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """A turn as messages of a chat, where each answer of a tool is a message of its own."""
+def _chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
+    """A turn as messages of a chat, where each answer of a tool is a message of its own. Raises RequestError."""
     if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
-        return
-    for block in message.content:
-        if isinstance(block, ToolResult):
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
-    texts = [block.text for block in message.content if isinstance(block, TextBlock)]
-    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-        for block in message.content
-        if isinstance(block, ToolUse)
-    ]
+        return [{"role": message.role, "content": message.content}]
+    answers: list[dict[str, Any]] = []
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    for at, block in enumerate(message.content):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "thinking", "thinking": str(thought)}:
+                thoughts.append(thought)
+            case {"type": "redacted_thinking"}:
+                pass  # only another server can read it
+            case {"type": "tool_use", "id": str(call_id), "name": str(name)}:
+                function = {"name": name, "arguments": block.get("input") or {}}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case {"type": "tool_result", "tool_use_id": str(call_id)}:
+                content = _text(block.get("content") or "", f"{where}[{at}].content")
+                answers.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case _:
+                raise wrong(f"{where}[{at}]", _BLOCK, block)
     if texts or thoughts or calls:
-        yield {
-            "role": message.role,
-            "content": "\n".join(texts),
-            **({"reasoning_content": "\n".join(thoughts)} if thoughts else {}),
-            **({"tool_calls": calls} if calls else {}),
-        }
+        thinking = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+        called = {"tool_calls": calls} if calls else {}
+        answers.append({"role": message.role, "content": "\n".join(texts), **thinking, **called})
+    return answers
 
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:

@@ -13,83 +13,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 
 from router.api.answering import Desk
-from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, UNBOUNDED, FunctionName, NoEffect
+from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, FunctionName, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import NOT_YET, Body, FailFast, OneOf, about, by_type, text_or
+from router.http.body import NOT_YET, Body, FailFast, OneOf, about, text_or
 from router.http.responses import StreamForm, error_body
+from router.http.wording import wrong
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation
 from router.request.output_text import AbortReason, LengthReason
 from router.request.sampling import NewTokens
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
-
-
-class InputText(Body):
-    """A part of a message."""
-
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"] = about(
-        "Only text is served."
-    )
-    text: str = about("Follows the part before it without a gap.")
-
-
-class Refusal(Body):
-    """A part of an assistant's message."""
-
-    type: Literal["refusal"] = about("As the assistant said it.")
-    refusal: str = about("Counts as text.")
-
-
-_Part = Annotated[
-    InputText | Refusal,
-    by_type("a part of type input_text, output_text or refusal: only text is served", InputText, Refusal),
-]
-_Parts = Annotated[str | list[_Part], text_or("a string or a list of parts", _Part, MAX_PARTS)]
-
-
-class MessageItem(Body):
-    """A message."""
-
-    type: Literal["message"] = about("May be left out.", "message")
-    role: Literal["system", "developer", "user", "assistant"] = about("The author.")
-    content: _Parts = about("Text, or parts of it.")
-
-
-class CallItem(Body):
-    """A call that the assistant has made."""
-
-    type: Literal["function_call"] = about("Only functions are served.")
-    call_id: str = about("Named by the tool's answer.", max_length=256)
-    name: FunctionName
-    arguments: str = about("JSON in a string.")
-
-
-class CallOutputItem(Body):
-    """A tool's answer."""
-
-    type: Literal["function_call_output"] = about("Only functions are served.")
-    call_id: str = about("The call that it answers.", max_length=256)
-    output: _Parts = about("What the tool has said.")
-
-
-class ReasoningItem(Body):
-    """What the model has reasoned."""
-
-    type: Literal["reasoning"] = about("Of an earlier answer.")
-    content: _Parts = about("All of it.", "")
-    summary: _Parts = about("Used where there is no content.", "")
-
-
-_Item = Annotated[
-    MessageItem | CallItem | CallOutputItem | ReasoningItem,
-    by_type(
-        "an item of type message, function_call, function_call_output or reasoning",
-        *(MessageItem, CallItem, CallOutputItem, ReasoningItem),
-    ),
-]
 
 
 class ResponsesTool(Body):
@@ -155,9 +91,9 @@ class ResponsesBody(Body):
     """A conversation, to be continued by the assistant."""
 
     model: str | None = about("The served one.", None, max_length=1024)
-    input: Annotated[str | list[_Item], text_or("a string or a list of items", _Item, MAX_MESSAGES)] = about(
-        "What the user says, or the conversation."
-    )
+    input: Annotated[
+        str | list[dict[str, Any]], text_or("a string or a list of items", dict[str, Any], MAX_MESSAGES)
+    ] = about("What the user says, or the conversation: items of the types that an answer has.")
     instructions: str | None = about("A system message before the conversation.", None)
     tools: Annotated[list[ResponsesTool] | None, FailFast()] = about(
         "May be called.", None, max_length=MAX_TOOLS
@@ -219,21 +155,32 @@ class ResponsesBody(Body):
     def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return _join([_chat_message(item) for item in self.input])
+        return _join([_chat_message(item, f"input[{at}]") for at, item in enumerate(self.input)])
 
 
-def _chat_message(item: MessageItem | CallItem | CallOutputItem | ReasoningItem) -> dict[str, Any]:
+def _chat_message(item: dict[str, Any], where: str) -> dict[str, Any]:
+    """An item as a message of a chat. Raises RequestError."""
     match item:
-        case MessageItem():
-            return {"role": item.role, "content": _text(item.content)}
-        case CallItem():
-            called = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": called}
+        case {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}:
+            function = {"name": name, "arguments": arguments}
+            call = {"id": call_id, "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
-        case CallOutputItem():
-            return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-        case ReasoningItem():
-            return {"role": "assistant", "reasoning_content": _text(item.content) or _text(item.summary)}
+        case {"type": "function_call_output", "call_id": call_id}:
+            output = _text(item.get("output"), f"{where}.output")
+            return {"role": "tool", "tool_call_id": call_id, "content": output}
+        case {"type": "reasoning"}:
+            thought, summary = (_text(item.get(of) or "", f"{where}.{of}") for of in ("content", "summary"))
+            return {"role": "assistant", "reasoning_content": thought or summary}
+        case {"role": "system" | "developer" | "user" | "assistant" as role}:
+            if item.get("type") in (None, "message"):
+                return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+    raise wrong(where, _ITEM, item)
+
+
+_ITEM = (
+    "an item of type message (with role and content), function_call (call_id, name, arguments), function_call_output "
+    "(call_id, output) or reasoning"
+)
 
 
 def _join(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -251,10 +198,24 @@ def _join(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
-def _text(parts: str | Sequence[InputText | Refusal]) -> str:
+_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+
+
+def _text(parts: object, where: str) -> str:
+    """A text, or that of parts. Raises RequestError."""
     if isinstance(parts, str):
         return parts
-    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in parts)
+    if isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") in _PARTS for part in parts
+    ):
+        texts = [part.get("refusal" if part.get("type") == "refusal" else "text") for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+    raise wrong(
+        where,
+        "a string or a list of parts of type input_text, output_text or refusal: only text is served",
+        parts,
+    )
 
 
 def _chat_tool(tool: ResponsesTool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import pydantic
@@ -120,16 +120,6 @@ def text_or(phrase: str, item: Any, most: int) -> OneOf:
     """A string, or a list of at most so many items."""
     of_items: Any = list
     return OneOf(phrase, {"str": str, "list": Annotated[of_items[item], FailFast(), Field(max_length=most)]})
-
-
-def by_type(phrase: str, *kinds: type[Body]) -> OneOf:
-    """An object of one of these kinds, as its `type` says, which may be left out where it has a default."""
-    branches: dict[str, type[Body]] = {}
-    for kind in kinds:
-        field = kind.model_fields["type"]
-        names = [*get_args(field.annotation), *([] if field.is_required() else [None])]
-        branches |= {f"dict[{name}]": kind for name in names}
-    return OneOf(phrase, branches)
 
 
 def one_or_more(phrase: str, kind: str, item: Any, most: int | None = None) -> OneOf:

@@ -112,7 +112,7 @@ async def test_how_it_ends(hermes: Path, finish: str) -> None:
     ("fields", "named"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"background": True}, "background"),
