@@ -31,6 +31,7 @@ from router.request.fields import (
 )
 from router.request.sampling import MAX_CHOICES, JsonSchema, NewTokens, SamplingBody
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 NoEffect = Annotated[Any, about("Taken from OpenAI's clients; has no effect.")]
 
 
@@ -281,7 +282,7 @@ class ChatBody(OpenAIBody):
     metadata: NoEffect = None
     store: NoEffect = None
     function_call: Literal["none"] | None = about("Older name of `tool_choice`.", None)
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = about(
+    reasoning_effort: Effort | None = about(
         "A variable for the chat template; none also turns reasoning off where it can.", None
     )
     include_reasoning: bool = about("False: the answer is without the reasoning.", True)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 
 from router.api.answering import Desk
-from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, FunctionName, NoEffect
+from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, Effort, FunctionName, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
@@ -58,9 +58,7 @@ class AllowedFunctions(Body):
 class Reasoning(Body):
     """How much the model reasons."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = about(
-        "As a chat's `reasoning_effort`.", None
-    )
+    effort: Effort | None = about("As a chat's `reasoning_effort`.", None)
     summary: NoEffect = None
     generate_summary: NoEffect = None
 

@@ -19,7 +19,6 @@ import json
 import re
 from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
 
 import tokenizers
 
@@ -136,18 +135,6 @@ _MAX_HELD_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 
 
-class Detokenizer(Protocol):
-    """Decodes one sequence. A character that is not complete is held back until its other tokens come."""
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
-        ...
-
-    def flush(self) -> str:
-        """The text of the ids that are held back, when no more ids will come."""
-        ...
-
-
 def make_detokenizer(
     vocabulary: Vocabulary, *, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
 ) -> Detokenizer:
@@ -227,3 +214,7 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._vocabulary.decode(token_ids, self._skip_special_tokens)
+
+
+Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
+"""Decodes one sequence. A character that is not complete is held back until its other tokens come."""
