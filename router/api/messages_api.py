@@ -13,7 +13,7 @@ import pydantic_core
 from fastapi import APIRouter, Request, Response
 
 from router.api.answering import Desk
-from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FunctionName, NoEffect
+from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, NoEffect
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
@@ -52,24 +52,6 @@ class InputMessage(Body):
     )
 
 
-class MessagesTool(Body):
-    """A function that the model may call."""
-
-    type: Literal["custom"] = about("Tools of Anthropic's own are not served.", "custom")
-    name: FunctionName
-    description: str | None = about("For the chat template.", None)
-    input_schema: dict[str, Any] = about("The JSON schema of its arguments.")
-    strict: bool = about("A call keeps to the schema.", False)
-
-
-class MessagesToolChoice(Body):
-    """Whether the model calls a tool."""
-
-    type: Literal["auto", "any", "tool", "none"] = about("any: it must call one.")
-    name: FunctionName | None = about("With type tool: which one.", None)
-    disable_parallel_tool_use: bool = about("At most one call.", False)
-
-
 class Thinking(Body):
     """Whether the model reasons first."""
 
@@ -85,10 +67,8 @@ class CountBody(Body):
         "The conversation so far.", min_length=1, max_length=MAX_MESSAGES
     )
     system: _Blocks = about("Comes before the conversation.", "")
-    tools: Annotated[list[MessagesTool] | None, FailFast()] = about(
-        "May be called.", None, max_length=MAX_TOOLS
-    )
-    tool_choice: MessagesToolChoice | None = about("auto by default.", None)
+    tools: list[dict[str, Any]] | None = about("May be called.", None, max_length=MAX_TOOLS)
+    tool_choice: dict[str, Any] | None = about("auto by default; any: the model must call one.", None)
     thinking: Thinking | None = about("The template's own default if left out.", None)
     metadata: NoEffect = None
     refused: ClassVar[Mapping[str, str]] = {
@@ -102,13 +82,13 @@ class CountBody(Body):
         messages = [{"role": "system", "content": system}] if system else []
         for at, message in enumerate(self.messages):
             messages += _chat_messages(message, f"messages[{at}].content")
-        choice = self.tool_choice
+        choice = self.tool_choice or {}
         return {
             "model": self.model,
             "messages": messages,
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
-            "tool_choice": None if choice is None else _chat_choice(choice),
-            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "tool_choice": _chat_choice(choice),
+            "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
             "reasoning_effort": "none" if self.thinking and self.thinking.type == "disabled" else None,
             "chat_template_kwargs": {"enable_thinking": True, "thinking": True}
             if self.thinking and self.thinking.type == "enabled"
@@ -286,21 +266,19 @@ def _chat_messages(message: InputMessage, where: str) -> list[dict[str, Any]]:
     return answers
 
 
-def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as a chat's. Tools of Anthropic's own keep their types, which a chat refuses."""
+    names = ("name", "description", "strict")
+    function = {**{name: tool.get(name) for name in names}, "parameters": tool.get("input_schema")}
+    kind = tool.get("type") or "custom"
+    return {"type": "function" if kind == "custom" else kind, "function": function}
 
 
-def _chat_choice(choice: MessagesToolChoice) -> object:
-    match choice.type:
+def _chat_choice(choice: dict[str, Any]) -> object:
+    match choice.get("type"):
         case "any":
             return "required"
         case "tool":
-            return {"type": "function", "function": {"name": choice.name}}
-        case _:
-            return choice.type
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        case kind:
+            return kind

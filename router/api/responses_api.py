@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 
 from router.api.answering import Desk
-from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, Effort, FunctionName, NoEffect
+from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, Effort, NoEffect
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
-from router.http.body import NOT_YET, Body, FailFast, OneOf, about, text_or
+from router.http.body import NOT_YET, Body, about, text_or
 from router.http.responses import StreamForm, error_body
 from router.http.wording import wrong
 from router.request.admission import AdmissionOfRequest
@@ -28,33 +28,6 @@ from router.text.served_model import ServedModel
 from shared.errors import RequestError
 
 
-class ResponsesTool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"] = about("Built-in tools are not served.")
-    name: FunctionName
-    description: str | None = about("For the chat template.", None)
-    parameters: dict[str, Any] | None = about("The JSON schema of its arguments.", None)
-    strict: bool = about("A call keeps to the schema.", False)
-
-
-class NamedFunction(Body):
-    """The tool to call."""
-
-    type: Literal["function"] = about("Only functions are served.")
-    name: FunctionName
-
-
-class AllowedFunctions(Body):
-    """A choice among some of the tools."""
-
-    type: Literal["allowed_tools"] = about("As OpenAI names it.")
-    mode: Literal["auto", "required"] = about("As for `tool_choice`.", "auto")
-    tools: Annotated[list[NamedFunction], FailFast()] = about(
-        "Which ones.", min_length=1, max_length=MAX_TOOLS
-    )
-
-
 class Reasoning(Body):
     """How much the model reasons."""
 
@@ -63,22 +36,10 @@ class Reasoning(Body):
     generate_summary: NoEffect = None
 
 
-class TextFormat(Body):
-    """Asks for JSON."""
-
-    type: Literal["text", "json_object", "json_schema"] = about(
-        "Anything, some JSON object, or what `schema` describes."
-    )
-    name: NoEffect = None
-    description: NoEffect = None
-    strict: NoEffect = None
-    json_schema: Any = about("Where `type` is json_schema.", None, alias="schema")
-
-
 class TextOptions(Body):
     """About the text of the answer."""
 
-    format: TextFormat | None = about("Any text by default.", None)
+    format: dict[str, Any] | None = about("As a chat's `response_format`; any text by default.", None)
     verbosity: Literal["medium"] | None = about("The only one that is served.", None)
 
 
@@ -93,20 +54,8 @@ class ResponsesBody(Body):
         str | list[dict[str, Any]], text_or("a string or a list of items", dict[str, Any], MAX_MESSAGES)
     ] = about("What the user says, or the conversation: items of the types that an answer has.")
     instructions: str | None = about("A system message before the conversation.", None)
-    tools: Annotated[list[ResponsesTool] | None, FailFast()] = about(
-        "May be called.", None, max_length=MAX_TOOLS
-    )
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
-        OneOf(
-            "none, auto, required, {'type': 'function', 'name': ...} or {'type': 'allowed_tools', 'tools': [...]}",
-            {
-                "str": Literal["none", "auto", "required"],
-                "dict": NamedFunction,
-                "dict[allowed_tools]": AllowedFunctions,
-            },
-        ),
-    ] = about("As a chat's.", None)
+    tools: list[dict[str, Any]] | None = about("Functions that may be called.", None, max_length=MAX_TOOLS)
+    tool_choice: Any = about("As a chat's; tools are named without a `function`.", None)
     parallel_tool_calls: bool = about("As a chat's.", True)
     max_output_tokens: Annotated[NewTokens | None, UNBOUNDED] = about("Longest answer.", None)
     temperature: float | None = about("As in a chat.", None, ge=0, le=1e6)
@@ -132,6 +81,7 @@ class ResponsesBody(Body):
         """As the body of a chat."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         asked = self.text.format if self.text else None
+        schema = {name: value for name, value in (asked or {}).items() if name != "type"}
         return {
             "model": self.model,
             "messages": [*system, *self._messages()],
@@ -142,11 +92,7 @@ class ResponsesBody(Body):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "response_format": None
-            if asked is None
-            else {"type": asked.type, "json_schema": {"schema": asked.json_schema}}
-            if asked.type == "json_schema"
-            else {"type": asked.type},
+            "response_format": asked and {"type": asked.get("type"), "json_schema": schema},
             "stream": self.stream,
         }
 
@@ -216,19 +162,16 @@ def _text(parts: object, where: str) -> str:
     )
 
 
-def _chat_tool(tool: ResponsesTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"})}
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
 
 
 def _chat_choice(choice: object) -> object:
-    def named(function: NamedFunction) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": function.name}}
-
     match choice:
-        case NamedFunction():
-            return named(choice)
-        case AllowedFunctions():
-            allowed = {"mode": choice.mode, "tools": [named(tool) for tool in choice.tools]}
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "tools": list(tools)}:
+            allowed = {"mode": choice.get("mode", "auto"), "tools": [_chat_choice(tool) for tool in tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case _:
             return choice
@@ -255,19 +198,19 @@ def responses_routes(desk: Desk) -> APIRouter:
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
     """What of a request its response repeats."""
-    asked = body.model_dump(by_alias=True, exclude_unset=True)
+    text = body.text.model_dump(exclude_unset=True) if body.text else {}
     return {
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "tool_choice": asked.get("tool_choice", "auto"),
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
         "max_output_tokens": body.max_output_tokens,
         "previous_response_id": None,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "text": {"format": {"type": "text"}, **asked.get("text", {})},
+        "text": {"format": {"type": "text"}, **text},
         "truncation": "disabled",
         "background": False,
         "store": False,
