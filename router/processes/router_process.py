@@ -13,8 +13,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import uvloop
 
@@ -25,7 +24,6 @@ from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
 from router.processes.feed import Listed, LogKey, NodeExited, receive
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
-from router.text.served_model import ServedModel
 from shared import log
 from shared.errors import ConfigError, RequestError
 
@@ -60,10 +58,7 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(flags)
     log.setup(args.log_level, f"router-{index}")
     try:
-        router = partial(Router, index=int(index))
-        return uvloop.run(
-            _run(router_config(args), router, int(index), int(http_port), first=life == "first")
-        )
+        return uvloop.run(_run(router_config(args), int(index), int(http_port), first=life == "first"))
     except ConfigError as e:
         print(f"router: error: {e}", file=sys.stderr)
         return 2
@@ -72,14 +67,7 @@ def main(argv: Sequence[str]) -> int:
         return 3
 
 
-async def _run(
-    config: RouterConfig,
-    make_router: Callable[[RouterConfig, ServedModel | None], Router],
-    index: int,
-    http_port: int,
-    *,
-    first: bool,
-) -> int:
+async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool) -> int:
     stop = stop_on_signals(lambda: os._exit(1))
     stdin = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
     feed, supervisor = await asyncio.open_unix_connection(sock=stdin)
@@ -89,7 +77,7 @@ async def _run(
         collect_rarely()
         own = sockets.enter_context(listen_http("127.0.0.1", http.own_port(index)))
         shared = sockets.enter_context(bind_http(http.host, http_port, shared=True))
-        async with make_router(config, model) as router:
+        async with Router(config, model, index) as router:
             supervisor.write(LOADED)
             tasks = [asyncio.create_task(_pass_on(feed, router)), asyncio.create_task(_beat(supervisor))]
             try:
