@@ -16,7 +16,6 @@ import secrets
 import socket
 import time
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -92,9 +91,7 @@ class Router:
             self._exits = exits.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close every connection to a node."""
         await self._exits.aclose()
 

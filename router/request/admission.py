@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -117,9 +116,7 @@ class Admission:
     def __enter__(self) -> Admission:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Free the rids, and the places of sequences that were not sent."""
         self.release_rids()
         self._admissions.release(self._num_held)

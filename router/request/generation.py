@@ -13,7 +13,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import cached_property, partial
-from types import TracebackType
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.running_req import Aborted, RunningReq
@@ -167,9 +166,7 @@ class GenerationGroup:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """End the sequences that still run, since the client has its answer or is gone, or a sequence failed."""
         self._release()
 
