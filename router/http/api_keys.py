@@ -17,7 +17,6 @@ import hashlib
 import hmac
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -48,46 +47,36 @@ class Access(IntEnum):
     ADMIN = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeySource:
-    """Keys of one class: from `flag` and the environment (`given`), and from `file`, one a line, # for comments."""
+def key_digests(flag: str, given: Sequence[str] = (), file: Path | None = None) -> tuple[bytes, ...]:
+    """The digests of keys from `flag` and the environment (`given`), and from `file`, one a line, # for comments.
 
-    flag: str
-    given: Sequence[str] = field(default=(), repr=False)
-    file: Path | None = None
-
-    def keys(self) -> list[str]:
-        """The keys themselves. Raises ConfigError for a file that cannot be read."""
-        return [*self.given, *(self._lines(self.file) if self.file is not None else ())]
-
-    def digests(self) -> tuple[bytes, ...]:
-        """The keys' digests. Raises ConfigError for a file that cannot be read or a key that no header can have."""
-        keys = self.keys()
-        for key in keys:
-            if not key or not key.isprintable() or any(c.isspace() for c in key):
-                raise ConfigError(
-                    f"{self.flag}: a key is empty, or has spaces in it, so it cannot be sent in a header"
-                )
-        return tuple(_digest(key.encode()) for key in keys)
-
-    def _lines(self, file: Path) -> list[str]:
+    Raises ConfigError for a file that cannot be read or has no key, and for a key that no header can have.
+    """
+    keys = list(given)
+    if file is not None:
         try:
             lines = [line.strip() for line in file.read_text().splitlines()]
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"{self.flag}-file {file} cannot be read: {e}") from e
-        keys = [line for line in lines if line and not line.startswith("#")]
+            raise ConfigError(f"{flag}-file {file} cannot be read: {e}") from e
+        keys += [line for line in lines if line and not line.startswith("#")]
         if not keys:
-            raise ConfigError(f"{self.flag}-file {file} has no key in it")
-        return keys
+            raise ConfigError(f"{flag}-file {file} has no key in it")
+    for key in keys:
+        if not key or not key.isprintable() or any(c.isspace() for c in key):
+            raise ConfigError(
+                f"{flag}: a key is empty, or has spaces in it, so it cannot be sent in a header"
+            )
+    return tuple(_digest(key.encode()) for key in keys)
 
 
 class ApiKeys:
-    """The keys in force. Raises ConfigError when one cannot be used."""
+    """The keys in force, as digests. With `share_cache`, cached prefixes of one key serve requests of all."""
 
-    def __init__(self, *, clients: KeySource, admins: KeySource, share_cache: bool = False) -> None:
-        """With `share_cache`, cached prefixes of one key serve the requests of all."""
+    def __init__(
+        self, clients: Sequence[bytes], admins: Sequence[bytes], *, share_cache: bool = False
+    ) -> None:
         self._share_cache = share_cache
-        self._clients, self._admins = clients.digests(), admins.digests()
+        self._clients, self._admins = clients, admins
 
     @property
     def has_clients(self) -> bool:
@@ -123,8 +112,8 @@ def cache_owner_of(scope: Scope) -> bytes:
 def api_keys(http: HttpOptions) -> ApiKeys:
     """The keys that clients and administrators may use. Raises ConfigError."""
     return ApiKeys(
-        clients=KeySource(flag="--api-key", given=http.api_keys, file=http.api_key_file),
-        admins=KeySource(flag="--admin-api-key", given=http.admin_api_keys, file=http.admin_api_key_file),
+        key_digests("--api-key", http.api_keys, http.api_key_file),
+        key_digests("--admin-api-key", http.admin_api_keys, http.admin_api_key_file),
         share_cache=http.share_cache_across_api_keys,
     )
 

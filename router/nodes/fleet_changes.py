@@ -19,7 +19,7 @@ from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.shared_news import SharedNews
 from shared.errors import RequestError
-from shared.log import event, warn
+from shared.log import event
 from shared.protocol.messages import (
     AbortedReqs,
     AddedNode,
@@ -35,11 +35,6 @@ from shared.protocol.messages import (
 ADD_WAIT_S = 10.0
 ANSWER_S = 5.0
 _DRAIN_POLL_S = 0.05
-_WITHOUT = {
-    Role.PREFILL: "decode nodes compute prompts as well",
-    Role.DECODE: "requests wait for one",
-}
-
 
 _Drained = tuple[int, Role | None]
 """How many of this router's sequences went to other nodes, and the role for which the node has left instead."""
@@ -268,8 +263,6 @@ class FleetChanges:
             self._membership.ignore_joins_of(member.incarnation)
         await self._membership.remove(member)
         event("node_removed", node=member.name, address=member.address, num_failed_over=num_failed_over)
-        if not self._membership.live(member.role):
-            warn("no_node_left", role=member.role, reason=_WITHOUT[member.role])
 
     def _why_not_in(self, role: Role, member: Member) -> str:
         """Why a member cannot take another role now; empty when it can."""

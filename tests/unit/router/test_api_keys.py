@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from router.flags import build_parser, router_config
-from router.http.api_keys import Access, ApiKeys, KeySource, keys_from_environment
+from router.http.api_keys import Access, ApiKeys, key_digests, keys_from_environment
 from router.http.config import HttpOptions
 from shared.errors import ConfigError
 from shared.protocol.messages import Decode, Prefill
@@ -22,10 +22,7 @@ from tests.unit.router.test_admission import ROUTES
 
 
 def keys(clients: tuple[str, ...] = (), admins: tuple[str, ...] = ()) -> ApiKeys:
-    return ApiKeys(
-        clients=KeySource(flag="--api-key", given=clients),
-        admins=KeySource(flag="--admin-api-key", given=admins),
-    )
+    return ApiKeys(key_digests("--api-key", clients), key_digests("--admin-api-key", admins))
 
 
 def bearer(key: str) -> dict[str, bytes]:
@@ -55,8 +52,7 @@ def test_who_may_do_what(
 def test_keys_of_files_and_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who\n\n  one  \ntwo\n#three\n")
-    source = KeySource(flag="--api-key", given=("zero",), file=file)
-    known = ApiKeys(clients=source, admins=KeySource(flag="--admin-api-key"))
+    known = ApiKeys(key_digests("--api-key", ("zero",), file), ())
     assert [known.access(f"Bearer {key}".encode()) for key in ("zero", "one", "two", "three", "#three")] == [
         *[Access.ADMIN] * 3,
         *[Access.NOTHING] * 2,
@@ -69,12 +65,9 @@ def test_keys_of_files_and_the_environment(tmp_path: Path) -> None:
 def test_a_file_without_keys_that_can_be_used_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text, encoding="latin-1")
-    for source in (
-        KeySource(flag="--api-key", file=file),
-        KeySource(flag="--api-key", file=tmp_path / "none"),
-    ):
+    for bad in (file, tmp_path / "none"):
         with pytest.raises(ConfigError, match="--api-key"):
-            source.digests()
+            key_digests("--api-key", (), bad)
 
 
 def test_keys_that_nobody_could_send_are_refused(tmp_path: Path) -> None:
@@ -82,7 +75,7 @@ def test_keys_that_nobody_could_send_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--api-key"):
             keys((bad,))
     with pytest.raises(ConfigError, match="--admin-api-key-file"):
-        KeySource(flag="--admin-api-key", file=tmp_path / "none").digests()
+        key_digests("--admin-api-key", (), tmp_path / "none")
     for empty in ("", "a,", " , b"):
         with pytest.raises(ConfigError, match="K"):
             keys_from_environment("K", {"K": empty})
@@ -137,11 +130,7 @@ def test_the_owner_of_a_cache_is_a_key_that_is_known() -> None:
     assert keys(("a",)).cache_owner(b"Bearer a") == owners["a"], "another router with other keys agrees"
     for stranger in (b"", b"Bearer", b"Bearer c", b"Basic a"):
         assert keys(admins=("root",)).cache_owner(stranger) == keys().cache_owner(stranger) == b""
-    shared = ApiKeys(
-        clients=KeySource(flag="--api-key", given=("a",)),
-        admins=KeySource(flag="--admin-api-key"),
-        share_cache=True,
-    )
+    shared = ApiKeys(key_digests("--api-key", ("a",)), (), share_cache=True)
     assert shared.cache_owner(b"Bearer a") == b""
 
 
