@@ -17,7 +17,6 @@ import contextlib
 import functools
 import secrets
 import sys
-import time
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -35,12 +34,10 @@ from shared.cpu_cores import split_cores
 from shared.errors import ConfigError
 from shared.log import event
 from shared.model.files import resolve_model
-from shared.protocol.join_announcer import JOIN_INTERVAL_S
 from shared.protocol.messages import Announcement, Join, LoadFailed, Loading, Role
 from shared.protocol.security import FleetKey
 
 HEARTBEAT_TIMEOUT_S = 30.0
-_MAX_REMEMBERED_NODES = 1024
 _LOAD_FAILED_S = 1.0
 _MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 
@@ -62,8 +59,8 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
         self._flags = flags
         self._routers = [self._router(index, router_stdout) for index in range(config.http.router_workers)]
         self._nodes: dict[str, ChildProcess] = {}
-        self._announced: dict[str, tuple[float, Announcement | NodeExited]] = {}
-        """The last message about each node and its time, for a router that is started again."""
+        self._exited: dict[str, NodeExited] = {}
+        """Of the local nodes that have not announced themselves since, for a router that is started again."""
         self._failures: dict[str, str] = {}
         """Why nodes could not load, as they announced it."""
         self._steps: dict[str, str] | None = {}
@@ -127,7 +124,7 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
             return ["-m", "router.processes.router_process", *begin, *self._flags]
 
         def greet() -> None:
-            for message in (self._log_key, *self._still_true(time.monotonic()), self._listed):
+            for message in (self._log_key, *self._exited.values(), self._listed):
                 router.send(feed.encode(message))
 
         router = ChildProcess(
@@ -166,7 +163,8 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
     def _local_node(self, role: Role, node_id: str, argv: Sequence[str]) -> ChildProcess:
         def on_exit(code: int | None, how: str, pause_s: float) -> None:
             reason = f"{self._failures.pop(node_id, how)}; started again in {pause_s:g} s"
-            self._remember(node_id, NodeExited(node_id, role, reason, crashed=code != 0))
+            self._exited[node_id] = NodeExited(node_id, role, reason, crashed=code != 0)
+            self._send_to_routers(self._exited[node_id])
 
         return ChildProcess("node", node_id, lambda: argv, on_exit=on_exit)
 
@@ -217,7 +215,8 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
         if self._steps is not None and self._steps.get(node_id) != step:
             self._steps[node_id] = step
             print(f"{node_id}: {step}", file=sys.stderr, flush=True)
-        self._remember(node_id, message)
+        self._exited.pop(node_id, None)
+        self._send_to_routers(message)
 
     def _listen(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -233,23 +232,6 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
     @property
     def _listed(self) -> Listed:
         return Listed(tuple(sorted(frozenset().union(*self._listings.values()))))
-
-    def _remember(self, node_id: str, message: Announcement | NodeExited) -> None:
-        """Send a message to every router, now and when one is started again."""
-        self._announced.pop(node_id, None)
-        self._announced[node_id] = time.monotonic(), message
-        if len(self._announced) > _MAX_REMEMBERED_NODES:
-            del self._announced[next(iter(self._announced))]
-        self._send_to_routers(message)
-
-    def _still_true(self, now: float) -> list[Announcement | NodeExited]:
-        """The messages for a router that starts: a node that lives announces itself again and again."""
-        lately = now - 2 * JOIN_INTERVAL_S
-        return [
-            message
-            for received_at, message in self._announced.values()
-            if received_at > lately or isinstance(message, NodeExited)
-        ]
 
     def _send_to_routers(self, message: ToRouter) -> None:
         frame = feed.encode(message)

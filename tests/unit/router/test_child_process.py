@@ -9,12 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from router.http.config import FleetOptions, RouterConfig
-from router.http.topology import LocalTopology
 from router.processes.child_process import ChildFailed, ChildProcess, stop_all
-from router.processes.feed import NodeExited
-from router.processes.supervisor import Supervisor
-from shared.protocol.messages import Join, NodeRef, Role
 from tests.patience import eventually
 
 READY = "import os, sys, time; os.write(0, b'LR.'); "
@@ -129,14 +124,3 @@ async def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     ignoring.start()
     await ignoring.ready.wait()
     await stop_all([ignoring], 0.3)
-
-
-def test_a_router_that_starts_hears_of_nodes_that_announced_themselves_lately_and_of_those_that_ended() -> (
-    None
-):
-    config = RouterConfig(model=None, fleet=FleetOptions(local=LocalTopology(0, 0)))
-    supervisor = Supervisor(config, [])
-    alive, gone = (Join(NodeRef(name, f"{name}#1", "tcp://127.0.0.1:1"), Role.DECODE) for name in "ab")
-    ended = NodeExited("c", Role.DECODE, "was killed by SIGKILL; started again in 30 s", crashed=True)
-    supervisor._announced = {"a": (100.0, alive), "b": (90.0, gone), "c": (80.0, ended)}
-    assert supervisor._still_true(101.0) == [alive, ended]
