@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Mapping
 
-from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -37,6 +36,7 @@ from shared.log import LimitedWarning
 CLOSE_S = 3.0
 """A collector that does not answer holds up the end of the router for so long, and not for its request's timeout."""
 _SDK_LOGGER = "opentelemetry"
+_OF_ROUTER: Mapping[str, AttributeValue] = {"baton.role": "router"}
 
 
 class Traces:
@@ -83,34 +83,22 @@ class Traces:
             start_time=_ns(generation.queued_at),
         )
         if root.is_recording():
-            inside = set_span_in_context(root)
             first = ended if req.first_token_at is None else min(ended, req.first_token_at + wall_s)
-            self._span(inside, "router queued", generation.queued_at, first, {"baton.role": "router"})
-            for span in stage_spans(req, wall_s):
-                self._span(
-                    inside,
-                    f"{span.node.role} {span.stage}",
-                    span.began,
-                    span.ended,
-                    _place(span, req.key.router),
-                )
+            parts = [("router queued", generation.queued_at, first, _OF_ROUTER)]
+            parts += [
+                (f"{span.node.role} {span.stage}", span.began, span.ended, _place(span, req.key.router))
+                for span in stage_spans(req, wall_s)
+            ]
             if req.first_token_at is not None:
-                self._span(inside, "router streaming", first, ended, {"baton.role": "router"})
+                parts.append(("router streaming", first, ended, _OF_ROUTER))
+            inside = set_span_in_context(root)
+            for name, began, over, attributes in parts:
+                part = self._tracer.start_span(name, inside, attributes=attributes, start_time=_ns(began))
+                part.end(_ns(max(began, over)))
             for stamp in req.failover.stamps:
                 root.add_event(stamp.stage, timestamp=_ns(stamp.time))
             _set_status(root, generation)
         root.end(_ns(ended))
-
-    def _span(
-        self,
-        context: Context,
-        name: str,
-        began: float,
-        ended: float,
-        attributes: Mapping[str, AttributeValue],
-    ) -> None:
-        span = self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(began))
-        span.end(_ns(max(began, ended)))
 
 
 class TraceRequests:
@@ -170,7 +158,7 @@ def _attributes(generation: Generation) -> dict[str, AttributeValue]:
     return attributes
 
 
-def _place(span: StageSpan, router: str) -> dict[str, AttributeValue]:
+def _place(span: StageSpan, router: str) -> Mapping[str, AttributeValue]:
     return {
         "baton.role": span.node.role.value,
         "baton.node": span.node.ref.node_id,
