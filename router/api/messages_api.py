@@ -13,7 +13,7 @@ import pydantic_core
 from fastapi import APIRouter, Request, Response
 
 from router.api.answering import Desk
-from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, NoEffect
+from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
@@ -56,7 +56,6 @@ class Thinking(Body):
     """Whether the model reasons first."""
 
     type: Literal["enabled", "disabled", "adaptive"] = about("Told to the template.")
-    budget_tokens: NoEffect = None
 
 
 class CountBody(Body):
@@ -70,7 +69,6 @@ class CountBody(Body):
     tools: list[dict[str, Any]] | None = about("May be called.", None, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = about("auto by default; any: the model must call one.", None)
     thinking: Thinking | None = about("The template's own default if left out.", None)
-    metadata: NoEffect = None
     refused: ClassVar[Mapping[str, str]] = {
         "mcp_servers": "not supported: a client calls its servers itself",
         "container": NOT_YET,

@@ -32,7 +32,6 @@ from router.request.fields import (
 from router.request.sampling import MAX_CHOICES, JsonSchema, NewTokens, SamplingBody
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-NoEffect = Annotated[Any, about("Taken from OpenAI's clients; has no effect.")]
 
 
 class StreamOptions(Body):
@@ -45,9 +44,6 @@ class StreamOptions(Body):
 class NamedSchema(Body):
     """`response_format.json_schema`."""
 
-    name: str | None = about("Has no effect.", None, max_length=256)
-    description: str | None = about("Has no effect.", None, max_length=65_536)
-    strict: bool = about("Has no effect: a schema is always kept to.", True)
     json_schema: JsonSchema = about("The JSON schema.", None, alias="schema")
 
 
@@ -85,7 +81,6 @@ class OpenAIBody(SamplingBody):
     priority: Priority = 0
     routing_key: RoutingKey = None
     extra_key: ExtraKey = about("Requests with different keys share no cache.", "")
-    user: NoEffect = None
     no_stop_trim: bool = about(
         "What matched stays in the text. vLLM's name: `include_stop_str_in_output`.",
         False,
@@ -279,8 +274,6 @@ class ChatBody(OpenAIBody):
         "The prompt ends where the assistant begins. True, unless continued.", None
     )
     continue_final_message: bool = about("The answer goes on with the last message.", False)
-    metadata: NoEffect = None
-    store: NoEffect = None
     function_call: Literal["none"] | None = about("Older name of `tool_choice`.", None)
     reasoning_effort: Effort | None = about(
         "A variable for the chat template; none also turns reasoning off where it can.", None

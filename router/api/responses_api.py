@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Request, Response
 
 from router.api.answering import Desk
-from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, Effort, NoEffect
+from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, Effort
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.openapi import new_routes
 from router.api.reply_blocks import NAMED_EVENTS, Block, BlockShape, Change, Event, ReplyBlocks
@@ -32,8 +32,6 @@ class Reasoning(Body):
     """How much the model reasons."""
 
     effort: Effort | None = about("As a chat's `reasoning_effort`.", None)
-    summary: NoEffect = None
-    generate_summary: NoEffect = None
 
 
 class TextOptions(Body):
@@ -63,12 +61,9 @@ class ResponsesBody(Body):
     reasoning: Reasoning | None = about("How much the model reasons.", None)
     text: TextOptions | None = about("Asks for JSON.", None)
     stream: bool = about("Send events.", False)
-    store: NoEffect = None
     metadata: dict[str, Any] | None = about("Is in the answer as it came.", None)
     truncation: Literal["disabled"] = about("A prompt is never cut.", "disabled")
     include: list[Literal["reasoning.encrypted_content"]] | None = about("Has no effect.", None)
-    max_tool_calls: NoEffect = None
-    user: NoEffect = None
     top_logprobs: Literal[0] = about("No logprobs are told.", 0)
     refused: ClassVar[Mapping[str, str]] = {
         "previous_response_id": _NOT_KEPT,

@@ -113,9 +113,6 @@ class SamplingBody(Body):
     ignore_eos: bool = about("The model's own end tokens do not end it.", False)
     no_stop_trim: bool = about("What matched stays in the text.", False)
     skip_special_tokens: bool = about("Leaves them out of the text.", True)
-    spaces_between_special_tokens: bool = about(
-        "Only mattered to slow tokenizers: both values are served alike.", True
-    )
     json_schema: JsonSchema = about("The text is JSON of this schema.", None)
     regex: GrammarText | None = about("The text matches this.", None)
     ebnf: GrammarText | None = about("The text matches this, from `root`.", None)
