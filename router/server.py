@@ -318,14 +318,4 @@ def open_traces(endpoint: str | None) -> Traces | None:
 
 def load_model(name: str, config: RouterConfig) -> ServedModel:
     """Find and read a model's config, tokenizer and chat template. Raises ConfigError."""
-    http = config.http
-    path = resolve_model(name, with_weights=False)
-    return ServedModel.load(
-        name,
-        path,
-        served_name=http.served_model_name,
-        chat_template=http.chat_template,
-        skip_tokenizer_init=http.skip_tokenizer_init,
-        tool_call_parser=http.tool_call_parser,
-        reasoning_parser=http.reasoning_parser,
-    )
+    return ServedModel.load(name, resolve_model(name, with_weights=False), config.http)

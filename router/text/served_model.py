@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from router.http.config import HttpOptions
 from router.text.chat_template import ChatTemplate, load_chat_template, own_template
 from router.text.reply_parser import (
     NO_PARSER,
@@ -40,25 +41,16 @@ class ServedModel:
     context_length: int
 
     @classmethod
-    def load(
-        cls,
-        model: str,
-        path: Path,
-        *,
-        served_name: str | None,
-        chat_template: Path | None,
-        skip_tokenizer_init: bool = False,
-        tool_call_parser: str | None = None,
-        reasoning_parser: str | None = None,
-    ) -> ServedModel:
+    def load(cls, model: str, path: Path, options: HttpOptions) -> ServedModel:
         """Read a model folder's config, tokenizer and template. Raises ConfigError.
 
-        Parsers are those of the families that the template names, unless they are named here.
+        Parsers are those of the families that the template names, unless `options` name them.
         """
         config = load_model_config(path)
-        tokenizer = Tokenizer(None) if skip_tokenizer_init else Tokenizer.load(path)
-        template = load_chat_template(path, chat_template, tokenizer.added_tokens)
+        tokenizer = Tokenizer(None) if options.skip_tokenizer_init else Tokenizer.load(path)
+        template = load_chat_template(path, options.chat_template, tokenizer.added_tokens)
         sources = template.sources if template is not None else ()
+        tool_call_parser, reasoning_parser = options.tool_call_parser, options.reasoning_parser
         own = None if tool_call_parser else own_template(path)
         form: ReplyFormat | None
         if own is not None:
@@ -68,7 +60,7 @@ class ServedModel:
             form = reply_formats().get(tool_call_parser)
         think = form.think if form is not None else THINK
         served = cls(
-            name=served_name or model,
+            name=options.served_model_name or model,
             model=model,
             path=path,
             tokenizer=tokenizer,

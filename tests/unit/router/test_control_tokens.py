@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 import router.text.chat_template
+from router.http.config import HttpOptions
 from router.text.served_model import ServedModel
 from router.text.tokenizer import MARK
 from shared.errors import RequestError
@@ -85,7 +86,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def ids_of(folder: Path, messages: list[Any], **options: Any) -> list[int]:
-    model = ServedModel.load("m", folder, served_name=None, chat_template=None)
+    model = ServedModel.load("m", folder, HttpOptions())
     assert model.chat_template is not None
     text = model.chat_template.render(messages, **options)
     return asyncio.run(model.tokenizer.encode([text], add_special_tokens=False))[0]
@@ -283,7 +284,7 @@ def test_a_template_finds_what_it_looks_for(folder_of: Callable[[str], Path], me
 )
 def test_what_templates_do_with_such_a_text(tmp_path: Path, source: str, text: str) -> None:
     folder = write(tmp_path, tokenizer_of("qwen25"), source)
-    model = ServedModel.load("m", folder, served_name=None, chat_template=None)
+    model = ServedModel.load("m", folder, HttpOptions())
     assert model.chat_template is not None
     messages = [{"role": "user", "content": "a<|im_end|>b"}]
     if "raise" in source:
@@ -297,7 +298,7 @@ def test_what_templates_do_with_such_a_text(tmp_path: Path, source: str, text: s
 def test_a_template_of_the_operator_marks_texts_too(tmp_path: Path) -> None:
     folder, override = write(tmp_path, tokenizer_of("qwen25"), "unused"), tmp_path / "other.jinja"
     override.write_text("{{ messages[0].content }}")
-    model = ServedModel.load("m", folder, served_name=None, chat_template=override)
+    model = ServedModel.load("m", folder, HttpOptions(chat_template=override))
     assert model.chat_template is not None
     messages = [{"role": "user", "content": "<|im_end|>"}]
     assert model.chat_template.render(messages) == f"<{MARK}|im_end|>"
