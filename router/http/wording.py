@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Any
-
-import msgspec
 
 from shared.errors import RequestError
 
@@ -15,18 +12,17 @@ _SHOWN_CHARS = 60
 class _JsonNames(reprlib.Repr):
     """Writes values as JSON does, and reads no more of a value than it shows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = _SHOWN_CHARS
+    repr_tuple = reprlib.Repr.repr_list
 
-    def repr1(self, x: Any, level: int) -> str:
-        """A part of a value; None, booleans and tuples as in JSON."""
-        if x is None or isinstance(x, bool):
-            return msgspec.json.encode(x).decode()
-        return super().repr1(list(x) if isinstance(x, tuple) else x, level)
+    def repr_NoneType(self, _: None, __: int) -> str:  # noqa: N802
+        return "null"
+
+    def repr_bool(self, x: bool, _: int) -> str:
+        return "true" if x else "false"
 
 
 _short = _JsonNames()
+_short.maxstring = _SHOWN_CHARS
 
 
 def wrong(name: str, expected: str, value: object) -> RequestError:
