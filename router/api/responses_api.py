@@ -161,7 +161,7 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
 
 
-def _chat_choice(choice: object) -> object:
+def _chat_choice(choice: Any) -> Any:
     match choice:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}

@@ -266,9 +266,7 @@ def _probe(model: ServedModel) -> Prompt:
 def _traces(answered: dict[str, Answered]) -> Response:
     if not answered:
         raise RequestError("there is no live node to profile", status=503, code="no_node")
-    refused: ClassVar[Mapping[str, str]] = {
-        node_id: answer.detail for node_id, answer in sorted(answered.items()) if not answer.ok
-    }
+    refused = {node_id: answer.detail for node_id, answer in sorted(answered.items()) if not answer.ok}
     traces = {node_id: answer.detail for node_id, answer in sorted(answered.items()) if answer.ok}
     if refused:
         others = f"; done on {', '.join(traces)}" if traces else ""

@@ -106,8 +106,12 @@ class Node:
         self.page_size = hello.layout.page_size
         self.kv_nbytes_per_token = hello.layout.nbytes_per_token
         self.prefixes = PrefixIndex()
-        self.load = Load()
+        self._load = Load()
+
+    @property
+    def load(self) -> Load:
         """What its latest Pong said."""
+        return self._load
 
     def send(self, message: RouterToNode) -> None:
         """Queue a message. Never blocks or raises: a node that cannot be sent to is lost, and reported as such."""

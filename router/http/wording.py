@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from typing import Any
 
 from shared.errors import RequestError
 
@@ -12,7 +13,8 @@ _SHOWN_CHARS = 60
 class _JsonNames(reprlib.Repr):
     """Writes values as JSON does, and reads no more of a value than it shows."""
 
-    repr_tuple = reprlib.Repr.repr_list
+    def repr_tuple(self, x: tuple[Any, ...], level: int) -> str:
+        return self.repr_list(list(x), level)
 
     def repr_NoneType(self, _: None, __: int) -> str:  # noqa: N802
         return "null"

@@ -150,7 +150,7 @@ class LiveNode(Node):
 
     def pong(self, pong: Pong, now: float) -> None:
         """Take the load of a Pong, which answers a Ping or reports a change of links."""
-        self.load, self.load_at = pong.load, now
+        self._load, self.load_at = pong.load, now
         self.liveness.pong(now, self.load)
         if not self.prefixes.compare(pong.cache_seq):
             self.send(CacheResync())

@@ -123,8 +123,8 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
             return ["-m", "router.processes.router_process", *begin, *self._flags]
 
         def greet() -> None:
-            for message in (self._log_key, *self._exited.values(), self._listed):
-                router.send(feed.encode(message))
+            known: list[ToRouter] = [self._log_key, *self._exited.values(), self._listed]
+            router.send(b"".join(map(feed.encode, known)))
 
         router = ChildProcess("router", str(index), argv, stdout=stdout, on_start=greet)
         return router
