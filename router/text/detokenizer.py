@@ -182,7 +182,7 @@ class WindowDetokenizer:
         self._new: list[int] = []
         self._context: list[int] = []
         self._context_text = ""
-        self._take_context(vocabulary.visible(prompt_ids[-4 * CONTEXT_TOKENS :], skip_special_tokens))
+        self._take_context(vocabulary.visible(prompt_ids[-CONTEXT_TOKENS:], skip_special_tokens))
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete."""
@@ -209,8 +209,7 @@ class WindowDetokenizer:
         """Byte tokens are no context: they would make one run with those that follow."""
         words = [i for i in shown if i not in self._vocabulary.byte_of]
         if words:
-            self._context = words[-CONTEXT_TOKENS:]
-            self._context_text = self._decode(self._context)
+            self._context, self._context_text = words, self._decode(words)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._vocabulary.decode(token_ids, self._skip_special_tokens)
