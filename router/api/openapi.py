@@ -18,10 +18,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "content": _ERROR,
         "headers": _RETRY_AFTER,
-        "description": "400: something in the request is wrong; the message names field, value and bound. "
-        "401: the key is missing or wrong. 403: the key is not one of an administrator. 404: there is no such thing. "
-        "408: the body or a token took too long. 413: the body is too large. 415: it is compressed. "
-        "429: the queue is full, or the first token would come too late.",
+        "description": "The request is wrong, or comes too early; the message names field, value and bound.",
     },
     "5XX": {
         "content": _ERROR,

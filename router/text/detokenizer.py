@@ -42,11 +42,6 @@ class Vocabulary:
         """True when decoding is nothing but putting the bytes of all tokens together (GPT-2, Llama 3, Qwen)."""
         return self._steps == ["ByteLevel"]
 
-    @property
-    def may_show_half_characters(self) -> bool:
-        """True when the decoder shows U+FFFD for bytes that later tokens may complete."""
-        return "ByteLevel" in self._steps
-
     @cached_property
     def byte_of(self) -> Mapping[int, int]:
         """The byte of each `<0xNN>`, if the decoder makes characters of them (sentencepiece); empty if not."""
@@ -64,10 +59,6 @@ class Vocabulary:
         """`token_ids` without special ones that are skipped and ids without a token, as in a padded vocabulary."""
         hidden: Container[int] = self._special_texts if skip_special_tokens else ()
         return [i for i in token_ids if i in self._ids and i not in hidden]
-
-    def is_special(self, token_id: int) -> bool:
-        """True for tokens such as an end-of-text marker."""
-        return token_id in self._special_texts
 
     def special_text(self, token_id: int) -> str:
         """The text of a special token by itself; empty for other tokens."""
@@ -91,7 +82,7 @@ class Vocabulary:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself, also where they are only a part of a character."""
-        if self.may_show_half_characters:
+        if "ByteLevel" in self._steps:
             return self.bytes_of(token_id)
         byte = self.byte_of.get(token_id)
         return self.token_text(token_id).encode() if byte is None else bytes((byte,))
@@ -161,7 +152,7 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(b"", final=True)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if self._skip_special_tokens and self._vocabulary.is_special(token_id):
+        if self._skip_special_tokens and self._vocabulary.special_text(token_id):
             return b""
         return self._vocabulary.bytes_of(token_id)
 
