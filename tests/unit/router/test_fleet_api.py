@@ -177,7 +177,8 @@ async def test_a_node_joins_by_itself(model_folder: Path) -> None:
             await caller.send(b"nonsense")
             await say(caller, Loading("decode-9", Role.DECODE, "weights", 0.5))
             await say(caller, LoadFailed("decode-9", Role.DECODE, "no such file"))
-            loading = {"node_id": "decode-0", "state": "loading", "what": "weights", "fraction": 0.5}
+            loading = {"node_id": "decode-0", "role": "decode", "state": "loading"}
+            loading |= {"what": "weights", "fraction": 0.5}
 
             async def told() -> bool:
                 await say(caller, Loading("decode-0", Role.DECODE, "weights", 0.5))  # it is soon forgotten

@@ -159,7 +159,7 @@ async def test_refusals_and_probes(model_folder: Path, told: Told) -> None:
             ("GET", "/no/where", known, None, ["GET /no/where", "404"]),
             ("GET", "/no" + "o" * 500, known, None, ["GET /no" + "o" * 97, "404"]),
             (*generate, {**BODY, "stream": SECRET}, ["POST /generate", "400"]),
-            (*generate, BODY, ["POST /generate", "503", "starting"]),
+            (*generate, BODY, ["POST /generate", "503", "no_node"]),
             (*generate, pattern, ["POST /generate", "400"]),
             (*generate, bias, ["POST /generate", "400"]),
             (*chat, {"messages": []}, ["POST /v1/chat/completions", "400"]),
