@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -37,14 +37,14 @@ class NativeSampling(SamplingBody):
     chosen_seed: Seed = Field(default=None, alias="sampling_seed")
     refused: ClassVar[Mapping[str, str]] = {
         **SamplingBody.refused,
-        "add_special_tokens": "a field beside sampling_params here",
         "max_tokens": "called max_new_tokens here",
-        "min_tokens": "called min_new_tokens here",
         "seed": "called sampling_seed here",
         "logprobs": "called return_logprob here, beside sampling_params",
         "include_stop_str_in_output": "called no_stop_trim here",
     }
     """Names of vLLM, too."""
+    add_special_tokens: None = about("A field beside sampling_params.", None)
+    min_tokens: Literal[0] = about("Called min_new_tokens here.", 0)
 
 
 class GenerateBody(Body):
