@@ -19,7 +19,7 @@ from router.http.config import (
 )
 from router.http.topology import LocalTopology, parse_address, parse_local
 from shared import cli
-from shared.config import DEFAULT_CONTROL_PORT, TransferOptions
+from shared.config import DEFAULT_CONTROL_PORT
 from shared.errors import ConfigError
 from shared.flags import add_flags, options_of
 from shared.model.files import BUILTIN_MODEL
@@ -68,8 +68,6 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         raise ConfigError(
             f"{', '.join(stray)}: only for nodes that --local starts; give it to the nodes themselves"
         )
-    if starts_nodes:
-        _check_transfer(args, len(local.node_ids()))
     return RouterConfig(
         model=args.model or (BUILTIN_MODEL if starts_nodes else None),
         fleet=FleetOptions(
@@ -109,16 +107,6 @@ def _control_port(args: argparse.Namespace, starts_nodes: bool) -> int:
     if args.control_port is not None:
         return int(args.control_port)
     return 0 if starts_nodes else DEFAULT_CONTROL_PORT
-
-
-def _check_transfer(args: argparse.Namespace, num_nodes: int) -> None:
-    """Nodes would refuse these flags too, but only when each has imported torch."""
-    options_of(TransferOptions, args).check(has_fleet_key=bool(args.fleet_key))
-    if args.kv_port and num_nodes > 1:
-        raise ConfigError(
-            f"--kv-port {args.kv_port}: {num_nodes} nodes of one machine cannot share a port; without the flag, each "
-            "takes a free one"
-        )
 
 
 def _node_flags(args: argparse.Namespace, **changed: object) -> list[str]:

@@ -91,9 +91,6 @@ def test_flags_that_make_no_sense(flag: str, value: str, capsys: pytest.CaptureF
         ("--decode host --cpu-cores any:1", "--cpu-cores"),
         ("--decode host --page-size 8", "--page-size"),
         ("--control-host 0.0.0.0", "--fleet-key"),
-        ("--kv-port 7300", "--kv-transfer"),
-        ("--kv-transfer tcp --kv-tls", "--kv-tls"),
-        ("--kv-transfer tcp --kv-port 7300", "--kv-port"),
     ],
 )
 def test_flags_that_exclude_each_other(args: str, named: str) -> None:
