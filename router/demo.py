@@ -9,7 +9,6 @@ import asyncio
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,27 +29,11 @@ class Stack:
 
     def __init__(self):
         self._items = []
-
-    def push(self, item):
-        """Put an item on top."""
-        self._items.append(item)
-
-    def pop(self):
-        """Take the item from the top."""
-        if not self._items:
-            raise IndexError("pop from an empty stack")
-        return self._items.pop()
-
-    def __len__(self):
 '''
 MAX_NEW_TOKENS = 48
 SILENCE_S = 60.0
 """Longest wait for the next event."""
 SHOWN = ("prompt_tokens", "completion_tokens", "kv_pages_transferred", "kv_bytes_transferred")
-
-
-class DemoError(Exception):
-    """The completion did not succeed; the message is for people."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not config.fleet.local.node_ids():
             raise ConfigError("the demo starts its own nodes: give --local, not --prefill or --decode")
         return uvloop.run(demo(config, flags))
-    except (ConfigError, DemoError, ChildFailed) as e:
+    except (ConfigError, ChildFailed, OSError) as e:
         print(f"demo: error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -82,7 +65,7 @@ async def demo(config: RouterConfig, flags: Sequence[str]) -> int:
 
 
 def stream(url: str, key: str | None) -> dict[str, Any]:
-    """Send the request, show its text as it comes and then its stages, and sum it up. Raises DemoError."""
+    """Send the request, show its text as it comes and then its stages, and sum it up. Raises OSError."""
     sampling = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0}
     body = {"text": PROMPT, "sampling_params": sampling, "stream": True, "return_timeline": True}
     text, info, ttft_s, last_s, started = "", {}, 0.0, 0.0, time.monotonic()
@@ -105,26 +88,18 @@ def stream(url: str, key: str | None) -> dict[str, Any]:
 
 
 def events(url: str, key: str | None, body: object) -> Iterator[dict[str, Any]]:
-    """The events of a POST's stream. Raises DemoError."""
+    """The events of a POST's stream. Raises OSError."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, msgspec.json.encode(body), headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=SILENCE_S) as response:
-            for line in response:
-                payload = line.removeprefix(b"data:").strip()
-                if payload == b"[DONE]":
-                    return
-                if payload:
-                    event = msgspec.json.decode(payload)
-                    if "error" in event:
-                        raise DemoError(event["error"]["message"])
-                    yield event
-    except urllib.error.HTTPError as e:
-        raise DemoError(f"{url} answered {e.code}: {e.read().decode(errors='replace')}") from None
-    except OSError as e:
-        raise DemoError(f"{url}: {e}") from None
-    raise DemoError(f"{url} ended the stream")
+    with opener.open(request, timeout=SILENCE_S) as response:
+        for line in response:
+            payload = line.removeprefix(b"data:").strip()
+            if payload and payload != b"[DONE]":
+                event = msgspec.json.decode(payload)
+                if "error" in event:
+                    raise OSError(event["error"]["message"])
+                yield event
 
 
 if __name__ == "__main__":
