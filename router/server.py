@@ -28,7 +28,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.api_keys import api_keys, warn_if_open
 from router.http.config import RouterConfig
-from router.http.http_server import HttpServer, http_server
+from router.http.http_server import HttpServer
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.live_node import Timing
@@ -126,7 +126,7 @@ class Router:
                 flags=self._flags(),
             )
         )
-        self._server = http_server(app, self._config.connections, log_requests=http.log_requests)
+        self._server = HttpServer(app, self._config.connections, log_requests=http.log_requests)
         self._watch_http(self._server)
         self._spawn(self._server.serve(sockets), "http")
         self._spawn(self._live.run(), "live state")

@@ -107,7 +107,7 @@ async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
             rids, ids, asked, logprobs, extra_keys, strict=True
         )
     ]
-    check_num_logprobs(prompts, _input_logprobs_named, "logprob_start_len")
+    check_num_logprobs(prompts, "logprob_start_len")
     return GenerateRequest(
         prompts=prompts,
         as_list=given.is_list or asked[0][1].n > 1,
@@ -159,13 +159,6 @@ def _check_start_len(wanted: LogprobParams | None, num_input_ids: int, where: st
             f"tokens, not {wanted.start_len}",
             param="logprob_start_len",
         )
-
-
-def _input_logprobs_named(wanted: LogprobParams) -> str:
-    return (
-        f"logprob_start_len {wanted.start_len} with top_logprobs_num {wanted.top_num} and {len(wanted.token_ids)} "
-        "token_ids_logprob"
-    )
 
 
 # ---------------------------------------------------------------------------------------- what is answered

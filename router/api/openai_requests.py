@@ -94,7 +94,7 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
         )
         for rid, input_ids, (params, options) in zip(rids, ids, asked, strict=True)
     ]
-    check_num_logprobs(prompts, lambda wanted: f"echo with logprobs {wanted.top_num}", "logprobs")
+    check_num_logprobs(prompts, "logprobs")
     echoes: Sequence[str] | None = None
     if body.echo:
         skip = body.skip_special_tokens

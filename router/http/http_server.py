@@ -33,11 +33,21 @@ class HttpServer:
     uvicorn's own Server takes signals, and sleeps for tenths of a second before it stops.
     """
 
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
-        config.load()
-        self.connections = connections
+    def __init__(self, app: ASGIApp, options: ConnectionOptions, *, log_requests: bool) -> None:
+        options = replace(options, max_connections=room_for(options.max_connections))
+        self.connections = Connections(options, log_requests=log_requests)
         self.accepting = asyncio.Event()
-        self._config = config
+        self._config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="error",  # uvicorn warns of each client that does not speak HTTP
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=options.keep_alive_timeout_s,
+        )
+        self._config.load()
         self._state = ServerState()
         self._stopping = asyncio.Event()
 
@@ -74,23 +84,6 @@ class HttpServer:
                     await asyncio.sleep(_DRAIN_POLL_S)
         for task in self._state.tasks:
             task.cancel()
-
-
-def http_server(app: ASGIApp, options: ConnectionOptions, *, log_requests: bool) -> HttpServer:
-    """A server for `app`, to be run on a socket of `http_socket` that listens."""
-    options = replace(options, max_connections=room_for(options.max_connections))
-    connections = Connections(options, log_requests=log_requests)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="error",  # uvicorn warns of each client that does not speak HTTP
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=options.keep_alive_timeout_s,
-    )
-    return HttpServer(config, connections)
 
 
 def room_for(max_connections: int) -> int:

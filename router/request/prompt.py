@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from router.request.admission import Admission
 from router.request.fields import MAX_ROUTING_KEY_CHARS
 from router.text.served_model import ServedModel
 from shared.errors import RequestError, maximum_context
-from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams
+from shared.protocol.logprobs import MAX_INPUT_LOGPROBS
 from shared.protocol.messages import Work
 from shared.protocol.sampling_params import MAX_SEED
 
@@ -179,8 +179,8 @@ def read_routing_key(routing_key: str | None, headers: Mapping[str, str]) -> str
     return routing_key
 
 
-def check_num_logprobs(prompts: Sequence[Prompt], named: Callable[[LogprobParams], str], param: str) -> None:
-    """Refuse more numbers about prompt tokens than an answer may have; `named` writes the fields that ask."""
+def check_num_logprobs(prompts: Sequence[Prompt], param: str) -> None:
+    """Refuse more numbers about prompt tokens than an answer may have; `param` asks for them."""
     total = 0
     for at, prompt in enumerate(prompts):
         wanted = prompt.work.params.logprobs
@@ -190,14 +190,14 @@ def check_num_logprobs(prompts: Sequence[Prompt], named: Callable[[LogprobParams
         if number > MAX_INPUT_LOGPROBS:
             where = f"prompt {at}: " if len(prompts) > 1 else ""
             raise RequestError(
-                f"{where}{named(wanted)} asks for {number} numbers, {wanted.numbers_per_token} for each of "
+                f"{where}{param} asks for {number} numbers, {wanted.numbers_per_token} for each of "
                 f"{number // wanted.numbers_per_token} prompt tokens; at most {MAX_INPUT_LOGPROBS}",
                 param=param,
             )
         total += number * prompt.options.n
         if total > MAX_ANSWER_LOGPROBS:
             raise RequestError(
-                f"{named(wanted)} asks for {total} numbers about prompt tokens, up to prompt {at} of "
+                f"{param} asks for {total} numbers about prompt tokens, up to prompt {at} of "
                 f"{len(prompts)} with n {prompt.options.n}; at most {MAX_ANSWER_LOGPROBS} in one answer",
                 param=param,
             )

@@ -13,7 +13,7 @@ import uvloop
 from starlette.responses import PlainTextResponse
 
 from router.http.config import ConnectionOptions
-from router.http.http_server import http_server
+from router.http.http_server import HttpServer
 from router.http.http_socket import bind_http, listen_http, start_listening
 from shared.errors import ConfigError
 from tests.patience import PATIENCE_S
@@ -43,7 +43,7 @@ def test_a_server_that_does_not_listen_does_not_pretend_to() -> None:
     """uvloop logs what `listen` says and goes on."""
 
     async def run(unlucky: socket.socket) -> None:
-        server = http_server(PlainTextResponse("hi"), ConnectionOptions(), log_requests=False)
+        server = HttpServer(PlainTextResponse("hi"), ConnectionOptions(), log_requests=False)
         with pytest.raises(OSError, match="does not listen"):
             await server.serve([unlucky])
         assert not server.accepting.is_set()
