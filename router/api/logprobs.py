@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import msgspec
 
 from router.api.openai_answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from router.request.generation import Generation
-from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import TextWorkers, Tokenizer
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 
@@ -118,33 +118,16 @@ def chat_logprobs(generation: Generation, places: Iterable[int], tokenizer: Toke
     return ChatLogprobs(content=content)
 
 
-class TextOffsets:
-    """Where the text of each output token begins, for a sequence that grows."""
-
-    def __init__(self, detokenizer: Detokenizer, start: int) -> None:
-        self._detokenizer = detokenizer
-        self._end = start
-        self._offsets: list[int] = []
-
-    def of(self, token_ids: Sequence[int]) -> list[int]:
-        """The offsets of all of `token_ids`, of which earlier calls have seen the first ones."""
-        for token_id in token_ids[len(self._offsets) :]:
-            self._offsets.append(self._end)
-            self._end += len(self._detokenizer.feed((token_id,)))
-        return self._offsets
-
-
 class ScoredText:
     """The tokens of a completion with their logprobs and their offsets in its text, which begins with an `echo`."""
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, echo: str | None) -> None:
-        skip = generation.prompt.options.skip_special_tokens
         self._generation = generation
         self._tokenizer = tokenizer
         self._echo = echo
-        self._in_prompt = TextOffsets(tokenizer.detokenizer(skip_special_tokens=skip), 0)
-        after = tokenizer.detokenizer(skip_special_tokens=skip, prompt_ids=generation.prompt.work.input_ids)
-        self._in_output = TextOffsets(after, len(echo or ""))
+        self._offsets: list[int] = []
+        """Of the output tokens so far, and where the next begins."""
+        self._end = len(echo or "")
 
     def logprobs(self, *, prompt: bool, output_from: int | None) -> CompletionLogprobs:
         """The `choices[].logprobs` of the prompt, and of output tokens from `output_from` on (None: of none)."""
@@ -155,11 +138,17 @@ class ScoredText:
         if prompt and self._echo is not None:
             logprobs += (None, *generation.input_logprobs)
             token_ids += generation.prompt.work.input_ids[: len(logprobs)]
-            offsets += self._in_prompt.of(token_ids)
+            skip = generation.prompt.options.skip_special_tokens
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip)
+            lengths = [len(detokenizer.feed((token_id,))) for token_id in token_ids]
+            offsets += itertools.accumulate(lengths[:-1], initial=0)
         if output_from is not None:
             token_ids += generation.output_ids[output_from:]
             logprobs += generation.output_logprobs[output_from:]
-            offsets += self._in_output.of(generation.output_ids)[output_from:]
+            for text in generation.output.texts[len(self._offsets) :]:
+                self._offsets.append(self._end)
+                self._end += len(text)
+            offsets += self._offsets[output_from:]
         scored = list(zip(token_ids, logprobs, strict=True))
         return CompletionLogprobs(
             tokens=[self._tokenizer.token_name(token_id) for token_id in token_ids],
