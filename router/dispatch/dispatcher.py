@@ -19,7 +19,7 @@ import msgspec
 from router.dispatch.fleet_view import Fleet, FleetView, WaitingQueue, retry_after_s
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
-from router.dispatch.node import Loss, Node, Numerics
+from router.dispatch.node import Loss, Node, Numerics, believed
 from router.dispatch.placement import Placement, Route
 from router.dispatch.policy import POLICIES
 from router.dispatch.running_req import (
@@ -210,7 +210,7 @@ class Dispatcher:
                 continue
             attempt.num_told[node.role] = entry.position + len(entry.token_ids)
             if entry.report is not None:
-                attempt.reports[node.role] = entry.report
+                attempt.reports[node.role], _ = believed(entry.report)
             if entry.token_ids:
                 self._view.computed(attempt)
             if attempt is req.moving:

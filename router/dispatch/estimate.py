@@ -34,7 +34,8 @@ FETCH_S = 0.02
 """How long two nodes take to agree on a fetch, besides its bytes: a few turns of each."""
 
 MAX_LENDERS = 4
-"""Of so many nodes that hold a part of a sequence, one lends it."""
+MAX_NARROWED = 64
+"""Of so many nodes it is counted how many pages of a sequence they hold, and so many of them are looked at."""
 
 PAUSE_COSTS = 0.5
 """A second for which a stream pauses counts as so many of waiting for a first token: its reader has text to read."""
@@ -96,13 +97,26 @@ class RequestEstimates:
         """The block hashes of the pages whose KV could come from a cache. Each is computed when it is first read."""
         return BlockHashes(_matchable_ids(self._work), self._fleet[0].page_size, self._work.extra_key)
 
-    def num_cached_pages(self, node: Node) -> int:
-        """Pages of the sequence that `node` holds."""
+    def num_cached_pages(self, node: Node, at_least: int = 0) -> int:
+        """Pages of the sequence that `node` holds; 0 if they are fewer than `at_least`, which is one lookup."""
         known = self._num_cached_pages.get(node.ref)
         if known is None:
-            known = node.prefixes.num_blocks(self.page_hashes) if len(node.prefixes) else 0
-            self._num_cached_pages[node.ref] = known
+            known = node.prefixes.num_blocks(self.page_hashes, at_least) if len(node.prefixes) else 0
+            if known or not at_least:
+                self._num_cached_pages[node.ref] = known
         return known
+
+    def narrowed(self, num_pages: int, holders: Sequence[Node], at_most: int) -> Sequence[Node]:
+        """Of nodes that hold `num_pages` pages, those that hold most, by halving; more than `at_most` if they tie."""
+        hashes, end = self.page_hashes, len(self.page_hashes) + 1
+        while len(holders) > at_most and end - num_pages > 1:
+            middle = min(2 * num_pages, (num_pages + end) // 2)
+            last = hashes[middle - 1]
+            if deeper := [node for node in holders if last in node.prefixes]:
+                num_pages, holders = middle, deeper
+            else:
+                end = middle
+        return holders
 
     def num_missing_tokens(self, node: Node) -> int:
         """Tokens of the sequence whose KV `node` does not hold."""
@@ -207,8 +221,9 @@ class RequestEstimates:
         if not len(self.page_hashes):
             return ()
         holders = [node for node in self._fleet if self.page_hashes[0] in node.prefixes]
+        most = self.narrowed(1, holders, MAX_NARROWED)[:MAX_NARROWED]
         return nlargest(
-            MAX_LENDERS, holders, key=lambda node: (self.num_cached_pages(node), -self.num_seqs(node))
+            MAX_LENDERS, most, key=lambda node: (self.num_cached_pages(node), -self.num_seqs(node))
         )
 
     @cached_property

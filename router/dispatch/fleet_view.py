@@ -2,10 +2,15 @@
 
 What a node has to do is what its latest Pong says, and what this router has sent to it since. A node's load, links
 and cached prefixes are its own (`Node`).
+
+A full decode node gives its next place, a row and pages, away when one of its sequences ends. With few sequences on a
+node, the average rate at which places come free says little: all of them may have begun a moment ago. So the wait is
+estimated from how long each sequence has had its place, and from how long sequences have kept theirs lately.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +29,8 @@ _FORGET_S = 600.0
 """A node of which nothing has failed for so long has no failures any more."""
 _KEPT_STAYS = 64
 """The latest stays that count."""
+_MAX_AHEAD = 4096
+"""So many sequences ahead of one are counted, since a node may tell any number."""
 
 
 class Fleet(Protocol):
@@ -142,8 +149,8 @@ class FleetView:
         self._fleet = fleet
         self.suspicion = Suspicion(clock)
         self._clock = clock
-        self._began: dict[ReqKey, float] = {}
-        """When the attempts that decode had their first token."""
+        self._places: dict[str, dict[ReqKey, float | None]] = {}
+        """This router's attempts on each decode node: when each had its first token."""
         self._stays: deque[float] = deque(maxlen=_KEPT_STAYS)
         self.seqs = Amounts(_seqs_in_pong)
         self.queued_tokens = Amounts(lambda load: load.num_queued_tokens)
@@ -180,6 +187,8 @@ class FleetView:
         for node in attempt.nodes:
             self.last[node.role] = node.ref.node_id
             self._change(attempt, node, 1)
+            if node.role is Role.DECODE:
+                self._places.setdefault(node.ref.incarnation, {})[attempt.key] = None
 
     def computed(self, attempt: Attempt) -> None:
         """Note that the prompt of an attempt is computed. No-op from the second time on."""
@@ -189,18 +198,23 @@ class FleetView:
             self.queued_tokens.change(first, -attempt.num_queued_tokens)
             if first.role is Role.PREFILL:
                 self._change(attempt, first, -1)
-            self._began[attempt.key] = self._clock()
+            there = self._places.get(attempt.nodes[-1].ref.incarnation, {})
+            if attempt.key in there:
+                there[attempt.key] = self._clock()
 
     def ended(self, attempt: Attempt, *, goes_on: bool) -> None:
         """Count an attempt off that has left its nodes. `goes_on`: its sequence does, on others."""
-        began = self._began.get(attempt.key)
-        self.computed(attempt)
-        self._began.pop(attempt.key, None)
+        is_whole = not goes_on and not attempt.key.attempt
         for node in attempt.nodes:
             if node.role is Role.DECODE:
-                self._change(attempt, node, -1)
-                if began is not None and not goes_on and not attempt.key.attempt:
+                there = self._places.get(node.ref.incarnation, {})
+                began = there.pop(attempt.key, None)
+                if began is not None and is_whole:
                     self._stays.append(self._clock() - began)
+                if not there:
+                    self._places.pop(node.ref.incarnation, None)
+                self._change(attempt, node, -1)
+        self.computed(attempt)
 
     def lost(self, node: Node) -> None:
         """Forget `node`, whose sequences have all ended."""
@@ -210,8 +224,9 @@ class FleetView:
     def place_wait_s(self, node: Node, num_pages: int, compute_s: float) -> float:
         """Seconds until a decode node has a row, and `num_pages` pages, for one more sequence.
 
-        Each sequence keeps both for `compute_s`, while its prompt is computed, and then for as long as sequences have
-        lately. They take places in the order in which they came, and places come free one after the other.
+        It keeps both for `compute_s`, while its prompt is computed, before it has its first token. Sequences take
+        places in the order in which they came. Those of other routers are taken to be there like this router's: as
+        many have a place as there is room for, and these end one after the other.
         """
         load, num_seqs, used_pages = node.load, self.seqs.of(node), self.used_pages.of(node)
         num_places = node.limits.max_running_requests
@@ -219,11 +234,29 @@ class FleetView:
             num_places = min(num_places, load.num_running + load.num_transferring)
         elif load.num_pages < used_pages + num_pages and used_pages:
             num_places = min(num_places, load.num_pages * num_seqs // used_pages)
-        num_places = max(num_places, 1)
-        if num_seqs < num_places or not self._stays:
+        there = self._places.get(node.ref.incarnation, {})
+        now = self._clock()
+        ages = [now - began for began in there.values() if began is not None]
+        num_places = max(num_places, 1, len(ages))
+        if num_seqs < num_places:
             return 0.0
-        stay_s = compute_s + sum(self._stays) / len(self._stays)
-        return (num_seqs - num_places + 1) * stay_s / num_places
+        stay_s = sum(self._stays) / len(self._stays) if self._stays else max(ages, default=0.0)
+        num_theirs = min(max(num_seqs - len(there), 0), num_places - len(ages))
+        ends = [self._left_s(age, stay_s) for age in ages]
+        ends += [stay_s * (i + 1) / (num_theirs + 1) for i in range(num_theirs)]
+        ends += [0.0] * (num_places - len(ends))
+        heapq.heapify(ends)
+        for _ in range(min(num_seqs - len(ages) - num_theirs, _MAX_AHEAD)):
+            heapq.heapreplace(ends, ends[0] + compute_s + stay_s)
+        return ends[0]
+
+    def _left_s(self, age_s: float, stay_s: float) -> float:
+        """How much longer a sequence stays: as those of the latest that had stayed for `age_s` as well.
+
+        If none has, the sequence stays as long again, and at least `stay_s`.
+        """
+        longer = [stay for stay in self._stays if stay > age_s]
+        return sum(longer) / len(longer) - age_s if longer else max(age_s, stay_s)
 
     def _change(self, attempt: Attempt, node: Node, sign: int) -> None:
         self.seqs.change(node, sign)

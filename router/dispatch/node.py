@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeVar
 
-from shared.protocol.messages import CacheEvents, Load, NodeHello, RouterToNode
+import msgspec
 
+from shared.protocol.messages import CacheEvents, Load, NodeHello, ReqReport, RouterToNode
+
+MAX_FIGURE = 1e18
 ASK_AFTER_PONGS = 2
 MAX_PONGS_BEFORE_ASKING = 64
 """Pongs in a row that announce more events than have come, before a reset is asked for. The number doubles each time
 that no reset comes, since a node in a long step answers pings, but not this."""
+
+_Told = TypeVar("_Told", Load, ReqReport)
 
 
 class Loss(StrEnum):
@@ -81,9 +87,17 @@ class PrefixIndex:
         self._patience = min(2 * self._patience, MAX_PONGS_BEFORE_ASKING)
         return False
 
-    def num_blocks(self, hashes: Sequence[int]) -> int:
-        """How many blocks from the start of a sequence the node holds."""
-        return next((at for at in range(len(hashes)) if hashes[at] not in self._blocks), len(hashes))
+    def num_blocks(self, hashes: Sequence[int], at_least: int = 0) -> int:
+        """How many blocks from the start of a sequence the node holds; 0 if they are fewer than `at_least`.
+
+        A node that holds a block holds those before it, so the first `at_least` blocks are one lookup.
+        """
+        if at_least and hashes[at_least - 1] not in self._blocks:
+            return 0
+        for at in range(at_least, len(hashes)):
+            if hashes[at] not in self._blocks:
+                return at
+        return len(hashes)
 
     def _forget(self) -> None:
         self._blocks.clear()
@@ -116,3 +130,21 @@ class Node:
     def send(self, message: RouterToNode) -> None:
         """Queue a message. Never blocks or raises: a node that cannot be sent to is lost, and reported as such."""
         raise NotImplementedError
+
+
+def believed(told: _Told) -> tuple[_Told, dict[str, float]]:
+    """What a node has `told`, with 0 for each figure below 0, above MAX_FIGURE or not a number; and those figures.
+
+    A wrong figure must neither fail a request nor decide where requests go.
+    """
+    wrong = {
+        name: figure
+        for name in _names_of_figures(type(told))
+        if not 0 <= (figure := getattr(told, name)) <= MAX_FIGURE
+    }
+    return (msgspec.structs.replace(told, **dict.fromkeys(wrong, 0)) if wrong else told), wrong
+
+
+@cache
+def _names_of_figures(kind: type[Load] | type[ReqReport]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float))

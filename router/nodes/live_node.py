@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.node import Loss, Node
+from router.dispatch.node import Loss, Node, believed
 from router.nodes.node_link import NodeLink
 from shared.errors import LinkError
+from shared.log import LimitedWarning
 from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.messages import (
     Answered,
@@ -117,6 +118,7 @@ class LiveNode(Node):
         self._ping_s = timing.ping_s
         self.liveness = Liveness(time.monotonic(), timeout_s=timing.node_timeout_s, interval_s=timing.ping_s)
         self.load_at = 0.0
+        self._wrong_load = LimitedWarning("wrong_load")
         self._pong = asyncio.Event()
         self._last_refresh = self._last_refreshed = 0
         """Their pings count down from -1. Other pings count up from 1, and a pong without a ping has 0."""
@@ -150,7 +152,11 @@ class LiveNode(Node):
 
     def pong(self, pong: Pong, now: float) -> None:
         """Take the load of a Pong, which answers a Ping or reports a change of links."""
-        self._load, self.load_at = pong.load, now
+        self._load, wrong = believed(pong.load)
+        self.load_at = now
+        if wrong:
+            figures = ", ".join(f"{name}={figure:g}" for name, figure in wrong.items())
+            self._wrong_load(node=self.ref.node_id, figures=figures, taken_as=0)
         self.liveness.pong(now, self.load)
         if not self.prefixes.compare(pong.cache_seq):
             self.send(CacheResync())

@@ -22,18 +22,20 @@ import time
 from collections.abc import Callable, Sequence
 
 from shared.log import event
+from shared.protocol.heartbeat import Heartbeat
 
 MIN_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 """Pauses before a child is started again. They double, until one has lived for longer than the longest of them."""
-_LAST_WORDS_S = 1.0
-"""How long what a child that has ended has said last may take to be read."""
+BOOT_TIMEOUT_S = 300.0
+"""For a child with a heartbeat to load, which may include a download."""
+HEARTBEAT_S = 1.0
 
 GAVE_UP = frozenset({2, 3})
 """Exit codes of a child that has said why it cannot serve: a wrong flag or model, and a failed first generation."""
 
-LOADED, READY = b"L", b"R"
-"""What a child writes to its standard input's socket."""
+LOADED, READY, HEARTBEAT = b"L", b"R", b"."
+"""What a child with a heartbeat writes to its standard input's socket."""
 
 _STDERR = 2
 
@@ -49,8 +51,9 @@ class ChildFailed(Exception):
 class ChildProcess:
     """Runs `python ARGV`, and starts it again whenever it ends. A child sets `loaded` and `ready` by a message.
 
-    `on_start` is called when a process has been started, `on_exit(code, reason, pause_s)` when one has ended, or
-    could not be started, and the next will be started after that pause. Without an exit code none was started.
+    With a `heartbeat_timeout_s`, a child whose event loop hangs for so long is killed. `on_start` is called when a
+    process has been started, `on_exit(code, reason, pause_s)` when one has ended, or could not be started, and the
+    next will be started after that pause. Without an exit code none was started.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ChildProcess:
         name: str,
         argv: Callable[[], Sequence[str]],
         *,
+        heartbeat_timeout_s: float | None = None,
         stdout: int | None = _STDERR,
         pauses_s: tuple[float, float] = (MIN_PAUSE_S, MAX_PAUSE_S),
         on_start: Callable[[], None] = lambda: None,
@@ -69,6 +73,7 @@ class ChildProcess:
         self.loaded = asyncio.Event()
         self.ready = asyncio.Event()
         self._argv = argv
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._stdout = stdout
         self._pauses_s = pauses_s
         self._on_start = on_start
@@ -129,7 +134,7 @@ class ChildProcess:
             watching = asyncio.create_task(self._watch(reader), name=f"watch {self.kind} {self.name}")
             try:
                 code = await process.wait()
-                await asyncio.wait({watching}, timeout=_LAST_WORDS_S)
+                await asyncio.wait({watching}, timeout=HEARTBEAT_S)  # what it has said last
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
@@ -159,13 +164,31 @@ class ChildProcess:
         return self._process, reader
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
-        """Read the child's messages."""
-        while said := await reader.read(256):
-            if LOADED in said:
-                self.loaded.set()
-            if READY in said:
-                self.ready.set()
-                self._log("is_ready")
+        """Read the child's messages, and kill a child whose heartbeat stops."""
+        heartbeat = _heartbeat(BOOT_TIMEOUT_S)
+        heard = asyncio.create_task(reader.read(256))
+        try:
+            while True:
+                await asyncio.wait({heard}, timeout=HEARTBEAT_S)
+                now = time.monotonic()
+                if heard.done():
+                    said = heard.result()
+                    if not said:
+                        return
+                    if LOADED in said:
+                        self.loaded.set()
+                        heartbeat = _heartbeat(self._heartbeat_timeout_s or BOOT_TIMEOUT_S)
+                    if READY in said:
+                        self.ready.set()
+                        self._log("is_ready")
+                    heartbeat.heard(now)
+                    heard = asyncio.create_task(reader.read(256))
+                if self._heartbeat_timeout_s and heartbeat.silent(now):
+                    self._kill(f"no heartbeat for {heartbeat.silence(now):.1f} s")
+                    return
+                heartbeat.ping_due(now)  # nothing is sent: a child beats by itself
+        finally:
+            heard.cancel()
 
     def _kill(self, reason: str) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -203,3 +226,7 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 def how_it_ended(code: int) -> str:
     """An exit code in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _heartbeat(timeout_s: float) -> Heartbeat:
+    return Heartbeat(HEARTBEAT_S, timeout_s, time.monotonic())

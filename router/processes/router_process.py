@@ -1,8 +1,8 @@
 """`python -m router.processes.router_process INDEX HTTP_PORT first|restarted FLAGS...`: one router.
 
 Only the supervisor starts it; FLAGS are the supervisor's.
-Standard input is a socket: the supervisor's feed, and the way back. When it closes, the supervisor is gone, and this
-process ends at once.
+Standard input is a socket: the supervisor's feed, and the way back for a heartbeat. When it closes, the supervisor is
+gone, and this process ends at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import uvloop
 from router.flags import build_parser, router_config
 from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
-from router.processes.child_process import LOADED, READY
+from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
 from router.processes.feed import Listed, LogKey, NodeExited, receive
 from router.processes.stopping import stop_on_signals, unless
 from router.server import Router, load_model
@@ -79,7 +79,7 @@ async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool)
         shared = sockets.enter_context(bind_http(http.host, http_port, shared=True))
         async with Router(config, model, index) as router:
             supervisor.write(LOADED)
-            passing = asyncio.create_task(_pass_on(feed, router))
+            tasks = [asyncio.create_task(_pass_on(feed, router)), asyncio.create_task(_beat(supervisor))]
             try:
                 if await unless(stop, _serve(router, config, index, shared, own, first=first)):
                     supervisor.write(READY)
@@ -87,8 +87,9 @@ async def _run(config: RouterConfig, index: int, http_port: int, *, first: bool)
                     await router.drain()
             finally:
                 await router.stop_serving()
-                passing.cancel()
-                await asyncio.gather(passing, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
     return 0
 
 
@@ -167,6 +168,13 @@ async def _pass_on(feed: asyncio.StreamReader, router: Router) -> None:
     except Exception:
         log.crash("feed_failed")
     os._exit(1)
+
+
+async def _beat(supervisor: asyncio.StreamWriter) -> None:
+    """Show the supervisor that the event loop turns."""
+    while True:
+        supervisor.write(HEARTBEAT)
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 if __name__ == "__main__":

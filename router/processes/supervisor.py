@@ -37,6 +37,7 @@ from shared.model.files import resolve_model
 from shared.protocol.messages import Announcement, Join, LoadFailed, Loading, Role
 from shared.protocol.security import FleetKey
 
+HEARTBEAT_TIMEOUT_S = 30.0
 _LOAD_FAILED_S = 1.0
 _MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 
@@ -126,7 +127,14 @@ class Supervisor(contextlib.AbstractAsyncContextManager["Supervisor"]):
             known: list[ToRouter] = [self._log_key, *self._exited.values(), self._listed]
             router.send(b"".join(map(feed.encode, known)))
 
-        router = ChildProcess("router", str(index), argv, stdout=stdout, on_start=greet)
+        router = ChildProcess(
+            "router",
+            str(index),
+            argv,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            stdout=stdout,
+            on_start=greet,
+        )
         return router
 
     @property

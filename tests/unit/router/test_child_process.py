@@ -1,4 +1,4 @@
-"""A child process is started again, after a longer pause each time."""
+"""A child process is started again, after a longer pause each time, and killed when its heart stands still."""
 
 from __future__ import annotations
 
@@ -90,6 +90,31 @@ async def test_a_child_that_can_never_be_started() -> None:
     assert impossible.keeper is not None
     with pytest.raises(ChildFailed, match="Argument list too long"):
         await impossible.keeper
+
+
+async def test_a_child_whose_heart_stands_still_is_killed() -> None:
+    exits: list[str] = []
+    hanging = child(
+        READY + "time.sleep(60)", heartbeat_timeout_s=1.5, on_exit=lambda code, how, _: exits.append(how)
+    )
+    hanging.start()
+    await eventually(lambda: exits)
+    await stop_all([hanging], 5)
+    assert exits == ["was killed by SIGKILL"]
+
+
+async def test_a_child_whose_heart_beats_lives_on() -> None:
+    exits: list[str] = []
+    beat = "os.write(0, b'.'); time.sleep(0.1)"
+    beating = child(
+        f"{READY}\nfor _ in range(40): {beat}",
+        heartbeat_timeout_s=2,
+        on_exit=lambda code, how, _: exits.append(how),
+    )
+    beating.start()
+    await eventually(lambda: exits)
+    await stop_all([beating], 5)
+    assert exits == ["exited with code 0"]
 
 
 async def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:

@@ -190,6 +190,16 @@ def test_a_node_that_holds_no_more_is_no_lender() -> None:
     assert prefill.source is None and lend in chosen.prefills[0].sent and lend.work is None
 
 
+@pytest.mark.parametrize("most", range(1, 5))
+def test_of_many_holders_those_of_most_pages_remain(most: int) -> None:
+    """By halving: down to the last page, of which few nodes may have the KV."""
+    chosen = Fleet(12)
+    for i, node in enumerate(chosen.decodes):
+        node.holds(min(1 + i, most))
+    holders = chosen.estimates(Work(IDS, SamplingParams())).narrowed(1, chosen.decodes, 1)
+    assert list(holders) == chosen.decodes[most - 1 :]
+
+
 def test_a_decode_node_that_prefills_by_itself_fetches_nothing() -> None:
     chosen = fleet()
     chosen.decodes[0].holds(4)

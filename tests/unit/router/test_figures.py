@@ -1,16 +1,75 @@
-"""Figures that no node can have: the other nodes keep their share."""
+"""What becomes of figures that no node can have: requests are served, and the other nodes keep their share."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from shared.protocol.messages import Role, Stamp
+from router.dispatch.node import MAX_FIGURE, believed
+from router.dispatch.policy import POLICIES
+from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqReport, Role, Stamp
+from tests.patience import eventually
+from tests.unit.router.dispatched import Fleet
+from tests.unit.router.fakes import FakeNode, joined_router, pair, write_model
+
+ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1e308)
 
 
-@pytest.mark.parametrize("time", [math.nan, math.inf, -math.inf, 1e308, -1.0])
+def test_what_a_node_can_have_is_believed() -> None:
+    load = Load(progress=7, num_queued_tokens=10**9, gen_throughput=1e6, schedule_policy="fcfs")
+    assert believed(load) == (load, {})
+
+
+@pytest.mark.parametrize("absurd", [*ABSURD, 1 << 63, -(1 << 63)])
+def test_each_figure_that_is_absurd_counts_as_0(absurd: float) -> None:
+    for told in (Load(), ReqReport()):
+        names = [field.name for field in msgspec.structs.fields(type(told)) if field.type in (int, float)]
+        assert len(names) >= 4
+        for name in names:
+            taken, wrong = believed(msgspec.structs.replace(told, **{name: absurd}))
+            assert taken == told and list(wrong) == [name]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "boast", ["prefill_tokens_per_s", "gen_throughput", "kv_bytes_per_s", "num_free_pages"]
+)
+def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) -> None:
+    """It never ends one, and the others do nothing else than before."""
+    fleet = Fleet(2, 0, num_prefill=2, prefill=policy, decode=policy)
+    told = {"prefill_tokens_per_s": 2e3, "gen_throughput": 1e3, "kv_bytes_per_s": 1e9}
+    for node in (*fleet.prefills, *fleet.decodes):
+        node.load = Load(**told)  # type: ignore[arg-type]
+    for boaster in (fleet.prefills[0], fleet.decodes[0]):
+        boaster.load = msgspec.structs.replace(boaster.load, **{boast: MAX_FIGURE})
+    got = Counter(node.ref.node_id for _ in range(6000) for node in fleet.start().nodes)
+    assert min(got[name] for name in ("p0", "p1", "d000", "d001")) > 0
+
+
+async def test_requests_are_served_and_counted_beside_absurd_figures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def boast(node: FakeNode, message: Prefill | Decode) -> None:
+        report = ReqReport(-5, (), -1, -1, 1 << 63)
+        node.tokens(message.key, 0, [5, 6], Finish("length"), report)
+
+    async with pair(decode=boast) as (prefill, decode):
+        prefill.load = Load(num_queued_tokens=-(10**6), prefill_tokens_per_s=math.inf)
+        decode.load = Load(gen_throughput=math.nan, num_pages=-1, reserve_wait_s=math.nan)
+        async with joined_router(write_model(tmp_path), [prefill, decode]) as (_, client):
+            await eventually(lambda: "prefill-0" in caplog.text and "decode-0" in caplog.text)
+            body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+            answer = await client.post("/generate", json=body)
+            assert (answer.status_code, answer.json()["output_ids"]) == (200, [5, 6])
+    assert 'node=prefill-0 figures="num_queued_tokens=-1e+06, prefill_tokens_per_s=inf"' in caplog.text
+    assert 'node=decode-0 figures="num_pages=-1, gen_throughput=nan, reserve_wait_s=nan"' in caplog.text
+
+
+@pytest.mark.parametrize("time", ABSURD)
 def test_a_stamp_of_no_time_is_refused(time: float) -> None:
     told = msgspec.msgpack.encode(Stamp(Role.DECODE, "queued", time))
     with pytest.raises(msgspec.ValidationError, match="float"):

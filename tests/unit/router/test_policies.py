@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from router.dispatch.estimate import PAUSE_COSTS, TOKENS_AHEAD
-from router.dispatch.policy import ttft
+from router.dispatch.node import Node
+from router.dispatch.policy import (
+    MAX_COMPARED,
+    compared,
+    ttft,
+)
 from router.dispatch.running_req import Attempt
 from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
@@ -153,6 +159,37 @@ class TestDecodeNodes:
         fleet.decodes[0].load = Load(prefill_tokens_per_s=1.0)
         fleet.prefills[0].load = fleet.decodes[1].load = Load(prefill_tokens_per_s=1000.0)
         assert names(fleet, Role.DECODE, 1) == ["d001"]
+
+
+class TestLargeFleets:
+    """`ttft` compares some of their nodes, so that a choice costs the router no more with 1,000 than with 100."""
+
+    IDS = tuple(range(100 * PAGE))
+
+    def compared(self, fleet: Fleet) -> Sequence[Node]:
+        work = Work(self.IDS, SamplingParams(max_new_tokens=8))
+        return compared(fleet.estimates(work), fleet.prefills)
+
+    def test_few_are_compared(self) -> None:
+        assert len(self.compared(by_cost(MAX_COMPARED))) == MAX_COMPARED
+        fleet = by_cost(10 * MAX_COMPARED)
+        assert len(self.compared(fleet)) == MAX_COMPARED // 2
+        for node in fleet.prefills:
+            node.holds(40, self.IDS)
+        nodes = self.compared(fleet)
+        assert MAX_COMPARED // 2 < len(nodes) <= MAX_COMPARED
+        assert len({node.ref for node in nodes}) == len(nodes)
+
+    @pytest.mark.parametrize("num_held", [41, 79, 81, 99])
+    def test_the_node_that_holds_most_is_among_them(self, num_held: int) -> None:
+        """All nodes hold the system prompt, and one the conversation."""
+        fleet = by_cost(4 * MAX_COMPARED)
+        for node in fleet.prefills:
+            node.holds(40, self.IDS)
+        fleet.prefills[200].holds(num_held, self.IDS)
+        assert fleet.prefills[200] in self.compared(fleet)
+        if num_held > 50:
+            assert names(fleet, Role.PREFILL, 1, self.IDS) == ["p200"]
 
 
 class TestWhoComputes:

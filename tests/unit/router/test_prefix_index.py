@@ -48,6 +48,12 @@ def test_a_hash_depends_on_all_that_came_before_and_on_the_extra_key() -> None:
     assert len({*one, *block_hashes([1, 2, 3, 4, 5, 6], 3)}) == 5
 
 
+def test_a_count_from_a_known_minimum_is_the_same_count() -> None:
+    index = PrefixIndex()
+    index.apply(CacheEvents(0, (A, B), (), reset=True))
+    assert [index.num_blocks([A, B, C], at_least) for at_least in (0, 1, 2, 3)] == [2, 2, 2, 0]
+
+
 def test_a_lost_answer_is_asked_for_again_now_and_then() -> None:
     index = PrefixIndex()
     index.apply(CacheEvents(0, (A,), (), reset=True))

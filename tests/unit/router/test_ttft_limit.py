@@ -92,40 +92,47 @@ def begin(fleet: Fleet) -> RunningReq:
     return req
 
 
-def stay(fleet: Fleet) -> None:
-    """A sequence has a place for 4.9 s, behind 0.1 s of computing: one of two places comes free every 2.5 s."""
-    req = begin(fleet)
-    fleet.wait(4.9)
-    fleet.dispatcher.release(req)
-
-
 def test_a_request_waits_until_a_sequence_ends_on_a_full_decode_node() -> None:
+    """Sequences stay for 4 s, and the next of the two that run ends in 3 s and then in 1 s."""
     fleet = places()
-    stay(fleet)
-    running = begin(fleet)
+    for _ in range(2):
+        ended = begin(fleet)
+        fleet.wait(4)
+        fleet.dispatcher.release(ended)
     begin(fleet)
-    assert told_s(refusal(fleet)) == (2.6, 2.5)
-    fleet.wait(4.9)
-    fleet.dispatcher.release(running)
+    fleet.wait(1)
+    begin(fleet)
+    assert told_s(refusal(fleet)) == (3.1, 3.0)
+    fleet.wait(2)
     fleet.start()
-    assert told_s(refusal(fleet)) == (2.6, 2.5)
+    # One more has a place when the other ends, in 2 s from now.
+    assert told_s(refusal(fleet)) == (2.1, 2.0)
 
 
-def test_before_a_sequence_has_ended_there_is_no_estimate() -> None:
+def test_before_a_sequence_has_ended_those_that_run_stay_as_long_again() -> None:
     fleet = places()
     begin(fleet)
     begin(fleet)
-    fleet.wait(9)
-    fleet.dispatcher.release(fleet.start())  # without a token: it has had no place
+    fleet.wait(1)
     fleet.start()
+    fleet.wait(2)
+    assert told_s(refusal(fleet))[1] == 3.0
+
+
+def test_a_sequence_that_has_just_begun_stays_as_long_as_the_oldest() -> None:
+    fleet = places()
+    begin(fleet)
+    fleet.wait(3)
+    begin(fleet)
+    assert told_s(refusal(fleet))[1] == 3.0
 
 
 def test_where_pages_are_short_as_many_sequences_have_places_as_the_node_runs() -> None:
     """By its rows it would have places for all."""
     fleet = places()
     fleet.decodes[0].limits = NodeLimits(65_536, 65_536, 64)
-    stay(fleet)
     begin(fleet)
+    fleet.wait(3)
     fleet.start()
     fleet.decodes[0].load = Load(num_pages=8, num_running=1, num_bootstrapping=1)
     refusal(fleet)
@@ -136,13 +143,27 @@ def test_where_pages_are_short_as_many_sequences_have_places_as_the_node_runs() 
     fleet.start()
 
 
-def test_sequences_of_other_routers_and_those_that_wait_count() -> None:
+def test_sequences_of_other_routers_have_places() -> None:
+    """They end one after the other: where sequences stay for 4.5 s, in 1.5 s and in 3 s."""
     fleet = places()
-    stay(fleet)
+    ended = begin(fleet)
+    fleet.wait(4.5)
+    fleet.dispatcher.release(ended)
+    fleet.dispatcher.release(fleet.start())  # without a token: it has had no place
     fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=1_000, num_running=2)
-    assert told_s(refusal(fleet))[1] == 2.5
-    fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=1_000, num_running=2, num_waiting=1)
-    assert told_s(refusal(fleet))[1] == 5.0
+    fleet.start()
+    assert told_s(refusal(fleet))[1] == 3.0
+
+
+def test_sequences_that_wait_have_no_place_yet() -> None:
+    """Two that were sent at once keep their places for 0.1 s of computing and 4.5 s."""
+    fleet = places()
+    ended = begin(fleet)
+    fleet.wait(4.5)
+    fleet.dispatcher.release(ended)
+    fleet.start()
+    fleet.start()
+    assert told_s(refusal(fleet))[1] == 4.6
 
 
 def test_another_attempt_is_not_refused() -> None:
