@@ -19,7 +19,7 @@ from shared.protocol.messages import ReqKey
 from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage
-from tests.cluster import Cluster, small_config
+from tests.cluster import Cluster, MakeEngine, small_config
 from tests.later_work import assert_kept, later_work
 from tests.sim.test_races import params, prompt
 from tests.token_engine import TokenStream, reference_tokens, token_engine
@@ -105,10 +105,10 @@ class Full:
 
 
 @contextmanager
-def full(**options: bool | float) -> Iterator[Full]:
+def full(make: MakeEngine = token_engine, **options: bool | float) -> Iterator[Full]:
     own = config(**options)  # type: ignore[arg-type]
     one_row = replace(own, schedule=replace(own.schedule, max_running_requests=1))
-    with Cluster(1, 1, token_engine, own, decode_config=one_row) as cluster:
+    with Cluster(1, 1, make, own, decode_config=one_row) as cluster:
         yield Full(cluster)
 
 
@@ -265,6 +265,21 @@ def test_a_chunk_waits_for_a_row() -> None:
             ledger.cache_finished_req(kv, ())
         fleet.run(40)
         assert fleet.computed[0] == ("a", 0, 16)
+
+
+def test_a_chunk_has_room_beside_the_window_that_it_goes_on_behind() -> None:
+    """Other requests leave five window pages, of which the next tokens see up to three."""
+    with full(partial(token_engine, window=9, window_tokens=160)) as fleet:
+        ledger = fleet.cluster.nodes["p0"].engine.ledger
+        taken = ledger.admit(ledger.radix_cache.match_prefix(()), "")
+        assert taken is not None
+        assert ledger.grow(taken, PAGE_SIZE * (ledger.available.window_pages - 5))
+        key = fleet.submit("a", 42)
+        fleet.run(100)
+        assert fleet.computed == [("a", 0, 16), ("a", 16, 28), ("a", 28, 40)]
+        ledger.cache_finished_req(taken, ())
+        fleet.free()
+        fleet.assert_right(key, 42)
 
 
 def test_a_request_that_ended_is_not_kept() -> None:

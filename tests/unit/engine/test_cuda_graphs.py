@@ -19,15 +19,18 @@ from shared.engine.forward_stream import CpuForwardStream
 from shared.engine.input_block import BlockShape, padding_batch
 from shared.engine.launcher import Launcher
 from shared.engine.model_runner import ModelRunner
+from shared.engine.progress import Progress
 from shared.engine.sampling_inputs import LogprobInputs, LogprobShare, SamplingInputs
+from shared.engine.torch_backend import TorchBackend
 from shared.engine.torch_ops import torch_kernels
+from shared.kvcache.windowed_pool import WindowedKVPool
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams, TokenBias
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
-from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of
+from tests.backend_rig import CPU, LIMITS, NUM_ROWS, PAGE_SIZE, PAGES_A_ROW, batch_of, kv_pool
 from tests.fake_graphs import BlockAttention, FakeGraphPool
 from tests.graph_rig import SHAPES, Engine, check_same
 from tests.modelzoo import make_model, random_prompt
@@ -89,6 +92,18 @@ def test_a_forward_that_no_bucket_holds_is_launched_kernel_by_kernel(folder: Pat
     assert graphed.num_replays == 1, "there is room for one such table, and not for two"
     check_same(eager, graphed, replace(one, page_table_BP=table_BP))
     assert graphed.num_replays == 2
+
+
+def test_the_block_has_room_for_the_page_tables_of_all_rows(folder: Path) -> None:
+    """That of layers with windows too, where these have a pool of their own."""
+    decoder = Engine(folder).decoder
+    one = kv_pool(decoder.config, 2, PAGE_SIZE, torch.float32, num_layers=1)
+    pool = WindowedKVPool(one, one, (True, False))
+    backend = TorchBackend(torch_kernels(CPU), decoder, pool, Progress(), LIMITS)
+    steps = batch_of({}, dict.fromkeys(range(NUM_ROWS), LIMITS.context_length - 1))
+    batch = replace(steps, window_table_BP=steps.page_table_BP)
+    largest = BlockShape(LIMITS.max_tokens, NUM_ROWS)
+    assert backend._inputs.has_room(batch, largest, TorchAttention().work(batch))
 
 
 def test_a_replay_enters_tokens_of_the_host_and_leaves_what_prompt_logprobs_need(folder: Path) -> None:

@@ -305,7 +305,7 @@ class TestAudit:
 
 
 def test_window_pages_of_what_is_to_be_evicted_first_go_first() -> None:
-    """And a prefix that has lost its window is looked up again."""
+    """A prefix that has lost its window is looked up again. A hit within a node locks no page behind it."""
     ledger = windowed_ledger(num_window_pages=4)
     older, newer = list(range(100, 108)), list(range(200, 208))
     for ids in (older, newer):
@@ -314,6 +314,9 @@ def test_window_pages_of_what_is_to_be_evicted_first_go_first() -> None:
     assert windows is not None and windows.make_room(1)
     assert ledger.radix_cache.num_changes > before
     assert [ledger.radix_cache.peek(ids, 8).num_pages for ids in (older, newer)] == [2, 1]
+    kv = ledger.admit(ledger.match_prefix([*newer, 1], ""), "")
+    assert kv is not None and ledger.count().protected == kv.num_pages == 1
+    ledger.cache_finished_req(kv, ())
     audit_idle(ledger)
 
 

@@ -43,6 +43,13 @@ LLAMA3 = Rope(
 )
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
@@ -144,6 +151,8 @@ SLIDING_TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
         (QWEN2 | SLIDES | {"max_window_layers": 2}, (None, None, 64)),
         (QWEN3 | SLIDES | {"max_window_layers": 3}, (None, None, None)),
         (QWEN3 | SLIDES | {"layer_types": SLIDING_TYPES}, (None, 64, 64)),
+        (QWEN3_MOE | {"sliding_window": 64}, (None, None, None)),
+        (QWEN3_MOE | SLIDES, (64, 64, 64)),
     ],
     ids=[
         "llama",
@@ -156,6 +165,8 @@ SLIDING_TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
         "qwen-on",
         "qwen-no-layer",
         "qwen-layer-types",
+        "qwen-moe-off",
+        "qwen-moe-on",
     ],
 )
 def test_windows_of_layers(tmp_path: Path, fields: dict[str, Any], expected: tuple[int | None, ...]) -> None:

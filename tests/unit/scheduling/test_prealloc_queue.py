@@ -248,6 +248,16 @@ def new_req(rid: str, ids: tuple[int, ...], kv: ReqKV | None = None, *, made_by:
     return req
 
 
+def test_a_request_is_reserved_window_pages_for_its_last_window_alone(
+    make_kv_ledger: MakeLedger, make_req: MakeReq
+) -> None:
+    """Its 10 pages are more than can have window pages: 8 of 12."""
+    queue, batcher = make_queue(make_kv_ledger(12, window=9))
+    req = make_req(40)
+    enqueue(queue, batcher, req)
+    assert queue.reserve(**OPEN).reserved == [req]
+
+
 def test_a_request_that_waits_for_a_row_closes_admission_to_later_ones(
     make_kv_ledger: MakeLedger, make_req: MakeReq
 ) -> None:
