@@ -214,6 +214,17 @@ class FakeNetwork:
         for sender, receiver, message in self._held.pop(message_type, []):
             self._deliver_later(sender, receiver, message)
 
+    def release_all(self) -> None:
+        """Hold no messages of any type back any more."""
+        for message_type in list(self._held):
+            self.release(message_type)
+
+    def end_faults(self) -> None:
+        """Be well from now on."""
+        self.faults, self.num_payloads_to_corrupt = Faults(), 0
+        self._drops.clear()
+        self._delays.clear()
+
     def take_held(self, message_type: type[AnyMessageType]) -> AnyMessageType:
         """The oldest message of this type that `hold` keeps back; it is not delivered any more."""
         message = self._held[message_type].pop(0)[2]

@@ -136,38 +136,34 @@ def random_prompt(length: int, *, seed: int = 0, vocab_size: int = 512) -> list[
     return ids
 
 
-def reference_greedy(
-    folder: Path, input_ids: Sequence[int], max_new_tokens: int, *, eos_ids: Sequence[int] = ()
-) -> list[int]:
-    """Greedy tokens by transformers in float32; an id of `eos_ids` ends the list and is its last element.
+def reference_greedy(folder: Path, input_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+    """Greedy tokens by transformers in float32, of which none ends the list.
 
     The model is loaded once per folder, so write a folder only once.
     """
-    (output_ids,) = _generate(folder, [input_ids], max_new_tokens, eos_ids)
+    (output_ids,) = reference_greedy_batch(folder, [input_ids], max_new_tokens)
     return output_ids
 
 
 def reference_greedy_batch(
     folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[list[int]]:
-    """The same for several prompts of one length, in a fraction of the time; no token ends an output."""
-    return _generate(folder, prompts, max_new_tokens, ())
-
-
-def _generate(
-    folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
-) -> list[list[int]]:
-    model, ids = _reference_model(folder), torch.tensor([list(prompt) for prompt in prompts])
-    generated = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(eos_ids) or None,
-        pad_token_id=EOS_TOKEN_ID,
-    )
-    output_ids: list[list[int]] = generated[:, ids.shape[1] :].tolist()
-    return output_ids
+    """The same for several prompts. Those of one length are computed at once, in a fraction of the time."""
+    model = _reference_model(folder)
+    outputs: dict[int, list[int]] = {}
+    for length in {len(prompt) for prompt in prompts}:
+        alike = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([list(prompts[i]) for i in alike])
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=EOS_TOKEN_ID,
+        )
+        outputs |= zip(alike, generated[:, length:].tolist(), strict=True)
+    return [outputs[i] for i in range(len(prompts))]
 
 
 def is_decided(folder: Path, input_ids: Sequence[int], output_ids: Sequence[int]) -> bool:

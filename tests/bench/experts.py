@@ -11,22 +11,16 @@ another token, so a step reads experts that no cache has. In turn with the steps
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
-from shared.cpu_cores import CpuCores
-from shared.engine.resolve import resolve_quantization
-from shared.model.config import load_model_config
-from tests.bench.forwards import PAGE_SIZE, Forwards
+from tests.bench.forwards import Forwards
 from tests.bench.limits import StreamingRead
 from tests.bench.machine import usable_cores
-from tests.bench.models import SHAPES, VOCAB_SIZE, Shape, read_nbytes, write_configs
+from tests.bench.models import SHAPES, VOCAB_SIZE, Shape, read_nbytes
 from tests.bench.rounds import in_turn
 from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
@@ -63,24 +57,10 @@ def main() -> Iterator[dict[str, Any]]:
 
 def measure(model: Model, cores: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One engine."""
-    with tempfile.TemporaryDirectory() as name:
-        write_configs(Path(name), model.shape)
-        options = ModelOptions(
-            model=name,
-            load_format="dummy",
-            quantization=model.quantization,
-            cpu_cores=CpuCores(len(cores), tuple(cores)),
-        )
-        config = resolve_quantization(options, load_model_config(Path(name)))
-        forwards = Forwards(
-            NodeConfig(
-                model=options,
-                cache=CacheOptions(max_total_tokens=16 * CONTEXT, page_size=PAGE_SIZE),
-                schedule=ScheduleOptions(max_running_requests=1),
-            ),
-            model.shape,
-        )
-    read, nbytes = StreamingRead(cores), read_nbytes(config, 0)
+    forwards = Forwards.on_cores(
+        model.shape, cores, num_tokens=16 * CONTEXT, max_batch=1, quantization=model.quantization
+    )
+    read, nbytes = StreamingRead(cores), read_nbytes(forwards.engine.model_config, 0)
     try:
         gb_s, step_s = in_turn([read.gb_s, steps_of(forwards)], about_s=10.0)
         yield {

@@ -5,8 +5,11 @@ The KV pool is full of random values, and a sequence's pages lie anywhere in it,
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from shared.engine.sampling_inputs import SamplingInputs
 from shared.kernels.row_codes import split_codes
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import WindowedKVPool
-from tests.bench.models import SHAPES, Shape, random_model
+from tests.bench.models import SHAPES, Shape, random_model, write_configs
 
 PAGE_SIZE = 16
 
@@ -42,7 +45,7 @@ class Forwards:
     @classmethod
     def on_cores(
         cls,
-        model: str,
+        model: str | Shape,
         cores: Sequence[int],
         *,
         num_tokens: int,
@@ -51,20 +54,25 @@ class Forwards:
         weight_only: bool = False,
         kv_cache_dtype: str = "auto",
     ) -> Forwards:
-        """A random model on cores of this machine."""
+        """A random model on cores of this machine. One of which the shape is given is made while it is loaded."""
+        options = ModelOptions(
+            cpu_cores=CpuCores(len(cores), tuple(cores)),
+            quantization=quantization,
+            weight_only_quantization=weight_only,
+        )
         config = NodeConfig(
-            model=ModelOptions(
-                model=str(random_model(model)),
-                cpu_cores=CpuCores(len(cores), tuple(cores)),
-                quantization=quantization,
-                weight_only_quantization=weight_only,
-            ),
+            model=options,
             cache=CacheOptions(
                 max_total_tokens=num_tokens, page_size=PAGE_SIZE, kv_cache_dtype=kv_cache_dtype
             ),
             schedule=ScheduleOptions(max_running_requests=max_batch),
         )
-        return cls(config, SHAPES[model])
+        if isinstance(model, str):
+            options = replace(options, model=str(random_model(model)))
+            return cls(replace(config, model=options), SHAPES[model])
+        with tempfile.TemporaryDirectory() as folder:
+            write_configs(Path(folder), model)
+            return cls(replace(config, model=replace(options, model=folder, load_format="dummy")), model)
 
     def decode(self, batch: int, context: int) -> ModelWorkerBatch:
         """A decode step of `batch` sequences that have `context` tokens each with the new one."""

@@ -8,18 +8,14 @@ The same model twice in one process, with KV pages of bf16 and of int8 (`--kv-ca
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
-from shared.cpu_cores import CpuCores
-from tests.bench.forwards import PAGE_SIZE, Forwards
+from tests.bench.forwards import Forwards
 from tests.bench.machine import usable_cores
-from tests.bench.models import SHAPES, write_configs
+from tests.bench.models import SHAPES
 from tests.bench.rounds import in_turn
 from tests.bench.stats import figure, ratios
 from tests.bench.table import Row
@@ -37,26 +33,11 @@ def main() -> Iterator[dict[str, Any]]:
 
 def measure(cores: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The rows of some cores."""
-    shape = replace(SHAPES[MODEL], context_length=max(CONTEXTS))
-    with tempfile.TemporaryDirectory() as folder:
-        write_configs(Path(folder), shape)
-        engines = [
-            Forwards(
-                NodeConfig(
-                    model=ModelOptions(
-                        model=folder, load_format="dummy", cpu_cores=CpuCores(len(cores), tuple(cores))
-                    ),
-                    cache=CacheOptions(
-                        max_total_tokens=max(BATCHES) * max(CONTEXTS),
-                        page_size=PAGE_SIZE,
-                        kv_cache_dtype=kv_cache_dtype,
-                    ),
-                    schedule=ScheduleOptions(max_running_requests=max(BATCHES)),
-                ),
-                shape,
-            )
-            for kv_cache_dtype in ("auto", "int8")
-        ]
+    shape, num_tokens = replace(SHAPES[MODEL], context_length=max(CONTEXTS)), max(BATCHES) * max(CONTEXTS)
+    engines = [
+        Forwards.on_cores(shape, cores, num_tokens=num_tokens, max_batch=max(BATCHES), kv_cache_dtype=dtype)
+        for dtype in ("auto", "int8")
+    ]
     nbytes = [engine.engine.layout.nbytes_per_token for engine in engines]
     try:
         for context in CONTEXTS:

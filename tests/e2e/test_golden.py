@@ -16,14 +16,14 @@ import pytest
 from shared.model.config import load_model_config
 from shared.protocol.messages import first_window_page
 from tests.golden.references import Zoo
-from tests.modelzoo import random_prompt, reference_greedy
+from tests.modelzoo import random_prompt, reference_greedy_batch
 from tests.patience import until
 from tests.processes import Call, Fleet, Router
 
 pytestmark = pytest.mark.processes
 
 NUM_NEW = 16
-NUM_CONCURRENT = 32
+NUM_CONCURRENT = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,15 @@ class Serving:
     unsplit: Router
 
     def reference(self, ids: list[int]) -> list[int]:
-        """By transformers; in int4 by the decode node alone, whose cache is empty afterwards."""
+        """Its tokens alone (`references`)."""
+        (tokens,) = self.references([ids])
+        return tokens
+
+    def references(self, prompts: list[list[int]]) -> list[list[int]]:
+        """By transformers; in int4 by the decode node alone, one by one. Its cache is empty afterwards."""
         if not self.case.is_int4:
-            return reference_greedy(self.folder, ids, NUM_NEW)
-        tokens = self.unsplit.generate(ids, NUM_NEW).tokens()
+            return reference_greedy_batch(self.folder, prompts, NUM_NEW)
+        tokens = [self.unsplit.generate(ids, NUM_NEW).tokens() for ids in prompts]
         self.flush(self.unsplit)
         return tokens
 
@@ -147,7 +152,7 @@ def test_golden(case: Case, zoo: Zoo, tmp_path: Path, request: pytest.FixtureReq
         # The decode node has a link back if the router has asked it to lend.
         assert set(lent) <= {case.carried_by} and len(lent) <= 1
         retractions = fleet.router.loads()["d0"]["num_retractions"]
-        assert retractions >= 10
+        assert retractions >= 4
         assert unsplit.stop() == 0
         unsplit.assert_clean_log()
         fleet.stop()
@@ -192,9 +197,9 @@ def check_prefix_hits(serving: Serving) -> None:
 
 
 def check_concurrent(serving: Serving) -> None:
-    """32 at once, every other one streamed; through both fleets, then through the decode node alone."""
-    expected = [serving.reference(ids) for ids in serving.prompts]
-    assert len({token for output in expected for token in output}) > 100, (
+    """All at once, every other one streamed; through both fleets, then through the decode node alone."""
+    expected = serving.references(serving.prompts)
+    assert len({token for output in expected for token in output}) > 60, (
         "a model that repeats itself proves nothing"
     )
     for router in (serving.split, serving.unsplit):

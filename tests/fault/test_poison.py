@@ -16,7 +16,7 @@ from shared.engine.node_process import BuildRole, Scheduler, builder_of
 from shared.timeline import Role
 from tests.fault.matrix.holding import hold
 from tests.forked import Forked, run_altered_node
-from tests.modelzoo import IM_END_ID, random_prompt, reference_greedy
+from tests.modelzoo import IM_END_ID, random_prompt, reference_greedy, reference_greedy_batch
 from tests.patience import until
 from tests.processes import Child, Fleet, Node
 
@@ -76,10 +76,11 @@ def test_it_costs_three_nodes(tiny_model: Path, tmp_path: Path) -> None:
         )
         dead = [name for name, node in fleet.nodes.items() if not node.alive]
         assert len(dead) == NUM_CONVICTING, dead
-        for n, call in enumerate(others):
-            tokens = call.tokens()
-            assert len(tokens) == num_new
-            assert tokens[:num_compared] == reference_greedy(tiny_model, fresh_prompt(n), num_compared)
+        outputs = [call.tokens() for call in others]
+        assert [len(tokens) for tokens in outputs] == [num_new] * num_others
+        prompts = [fresh_prompt(n) for n in range(num_others)]
+        expected = reference_greedy_batch(tiny_model, prompts, num_compared)
+        assert [tokens[:num_compared] for tokens in outputs] == expected
         _, metrics = router.get("/metrics")
         assert re.search(r"num_poison_requests_total{.*} 1\.0", metrics)
         after = router.generate(fresh_prompt(7), 8)

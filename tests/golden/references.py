@@ -30,7 +30,7 @@ from tests.unit.engine.naive_sampler import naive_penalize, naive_sample
 MODELS = (*ARCHITECTURES, "builtin")
 EOS_IDS = (EOS_TOKEN_ID, IM_END_ID)
 """Of the random models."""
-NUM_PROMPTS = 32
+NUM_PROMPTS = 24
 NUM_NEW = 32
 
 _CODE_SEED = 352

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.config import NodeConfig
 from shared.protocol.messages import Finish, NodeToRouter, ReqKey, TokenEntry, Tokens
-from shared.protocol.sampling_params import SamplingParams, TokenBias
+from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import Cluster, small_config
 from tests.sim.test_grammars import grammar_engine, submit
 from tests.sim.test_races import prompt
@@ -79,8 +79,9 @@ def num_jumped(cluster: Cluster) -> int:
     return sum(node.vitals.num_jumped_tokens for node in cluster.nodes.values())
 
 
-topologies = pytest.mark.parametrize("topology", ["1P1D", "0P1D"])
-overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+schedules = pytest.mark.parametrize(
+    ("topology", "overlap"), [("1P1D", True), ("0P1D", False)], ids=["1P1D-overlap", "0P1D-serial"]
+)
 
 
 OPTIONS: list[dict[str, object]] = [
@@ -121,8 +122,7 @@ def test_every_schedule_gives_the_same(topology: str, overlap: bool, options: di
         cluster.assert_idle()
 
 
-@topologies
-@overlaps
+@schedules
 @pytest.mark.parametrize("policy", ["host", "recompute", "auto"])
 def test_a_pool_that_is_too_small_for_the_jumps(topology: str, overlap: bool, policy: str) -> None:
     small = config(
@@ -137,8 +137,7 @@ def test_a_pool_that_is_too_small_for_the_jumps(topology: str, overlap: bool, po
         cluster.assert_idle()
 
 
-@topologies
-@overlaps
+@schedules
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sampled_token_and_those_jumped_over_are_told_in_one_entry(
     topology: str, overlap: bool, shape: tuple[int, int, int]
@@ -175,29 +174,6 @@ def test_the_prefill_node_jumps_after_the_first_token() -> None:
         assert cluster.router.answers[ends].finish == Finish("length")
         assert cluster.entries_of(ends, "d0") == {}
         cluster.assert_idle()
-
-
-@topologies
-@pytest.mark.parametrize("room", [1, 2, 19, 20, 21, 22, 30, NUM_NEW - 1])
-def test_a_jump_ends_where_the_request_ends(topology: str, room: int) -> None:
-    shape = SHAPES[3]
-    with RecordingCluster(topology, config()) as cluster:
-        key = submit(cluster, "r", prompt(9), wanted_params(shape, max_new_tokens=room))
-        cluster.run_all(check=True)
-        tokens = cluster.tokens(key)
-        assert tokens == constrained_tokens(prompt(9), room, *shape)
-        assert len(tokens) <= room
-        cluster.assert_idle()
-
-
-@topologies
-def test_requests_that_want_to_know_of_every_token_do_not_jump(topology: str) -> None:
-    with RecordingCluster(topology, config()) as cluster:
-        biased = wanted_params((3, 36, 7), logit_bias=(TokenBias(999 - 8, -1.0),))
-        key = submit(cluster, "r", prompt(9), biased)
-        cluster.run_all(check=True)
-        assert cluster.tokens(key) == constrained_tokens(prompt(9), NUM_NEW, 3, 36)
-        assert num_jumped(cluster) == 0
 
 
 def test_jumped_tokens_are_counted_in_every_pong() -> None:

@@ -109,26 +109,6 @@ def test_nobody_is_retracted_for_one_that_would_not_fit_even_so() -> None:
     runner.finish()
 
 
-def test_a_stream_of_high_priority_starves_nobody() -> None:
-    runner = Runner(
-        num_tokens=84,
-        enable_priority_scheduling=True,
-        priority_scheduling_preemption_threshold=2,
-        priority_aging_steps=15,
-    )
-    low = runner.submit("low", 0)
-    count = 0
-    while runner.num_known(low) < NUM_NEW:
-        if sum(not a.ended for a in runner.cluster.router.answers.values()) < 3:
-            count += 1
-            runner.submit(f"high{count}", 5)
-        for _ in range(10):
-            runner.cluster.step()
-        assert count < 100
-    assert count > 3
-    runner.finish()
-
-
 def test_the_node_tells_which_policy_is_in_effect() -> None:
     """The router shows a node's load in /get_server_info."""
     for disabled, policy in ((False, "lpm"), (True, "fcfs")):

@@ -152,7 +152,6 @@ class DecidesOtherwise(Exception):
 class HeardSide:
     """Both ends of a transfer: it says what was heard, and what it is told goes nowhere."""
 
-    num_transfers = 0
     link_reports = ()
 
     def __init__(self) -> None:

@@ -201,9 +201,13 @@ def passed(place: Place, long_priority: int = 0, **schedule: object) -> tuple[li
 
 
 @pytest.mark.parametrize(
-    ("policy", "prioritized"), [*((policy, False) for policy in POLICIES), ("fcfs", True)]
+    ("place", "policy", "prioritized"),
+    [
+        *((Place.PREFILL, policy, False) for policy in POLICIES),
+        *((place, "fcfs", False) for place in (Place.BEHIND_LOCAL, Place.BEHIND_SPLIT)),
+        *((place, "fcfs", True) for place in Place),
+    ],
 )
-@pytest.mark.parametrize("place", Place)
 def test_a_long_prompt_closes_admission_to_those_that_came_later(
     place: Place, policy: str, prioritized: bool
 ) -> None:

@@ -17,7 +17,7 @@ from tests.sim.workloads import chats
 from tests.token_engine import token_engine
 
 NUM_NEW, ALONE = 60, 8
-POISON, POISONED = "200", 8
+POISON, POISONED = "100", 8
 """A decode node that runs this request crashes; all have that many tokens of output at least."""
 
 
@@ -136,8 +136,7 @@ def test_a_node_takes_others_again_when_it_is_cancelled(waits: bool) -> None:
         cluster.assert_idle()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_poison_in_a_busy_fleet_is_convicted_at_the_third_node(seed: int) -> None:
+def test_poison_in_a_busy_fleet_is_convicted_at_the_third_node() -> None:
     killed: list[str] = []
 
     def on_step(node: WatchedNode) -> None:
@@ -150,14 +149,11 @@ def test_poison_in_a_busy_fleet_is_convicted_at_the_third_node(seed: int) -> Non
     fleet = WatchedFleet(
         FleetShape(num_prefill=2, num_decode=8, prefill=shape, decode=shape),
         COSTS,
-        seed=seed,
         on_step=on_step,
         audits=True,
     )
-    requests = chats(
-        random.Random(seed), 700, gap_s=0.004, block_tokens=BLOCK_TOKENS, output_len=(POISONED, 24)
-    )
-    fleet.submit(requests)
+    rng = random.Random(0)
+    fleet.submit(chats(rng, 300, gap_s=0.004, block_tokens=BLOCK_TOKENS, output_len=(POISONED, 24)))
     fleet.run()
     assert_all_ended_and_empty(fleet)
     poison = fleet.outcomes[POISON]

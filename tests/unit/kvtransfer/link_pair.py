@@ -1,17 +1,14 @@
-"""Nodes with real links, in this process or another one."""
+"""Nodes with real links, in this process."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,7 +34,6 @@ from shared.protocol.transfer_messages import Handoff, Place, Ready
 from shared.timeline import Clock
 from tests.fake_cuda import FakeRuntime
 from tests.fake_nccl import FakeNccl
-from tests.page_stores import PagesAround
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.looks import num_live
 
@@ -320,46 +316,3 @@ class LinkPair:
     def close(self) -> None:
         self.sending.close()
         self.receiving.close()
-
-
-class SlowPages(PagesAround):
-    """A pool that takes a millisecond longer to gather, so that a transfer has a middle."""
-
-    def gather(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor, seed: int
-    ) -> int:
-        time.sleep(0.001)
-        return super().gather(page_ids, first_layer, num_layers, out, seed)
-
-
-def prefill_process(name: str, receiver: NodeRef, num_pages: int, options: TransferOptions) -> None:
-    """A sending node that offers all its pages for every key that `receiver` opens, until it is killed.
-
-    There is no router here: a Ready of an unknown key stands for the router's Prefill message.
-    """
-    torch.set_num_threads(1)
-    parent = os.getppid()
-    node = RealNode(name, options, num_pages=num_pages, wrap=SlowPages, listens=False)
-    node.pool.buffer_LSNHPD.copy_(pattern(num_pages))
-    asked: queue.SimpleQueue[ReqKey] = queue.SimpleQueue()
-    on_message = node.sender.on_message
-
-    def on_ready_too(peer: str, message: Any) -> None:
-        if isinstance(message, Ready):
-            asked.put(message.key)
-        on_message(peer, message)
-
-    node.sender.on_message = on_ready_too  # type: ignore[method-assign]
-    node.sides.peering.ensure(receiver)
-    while os.getppid() == parent:
-        while not asked.empty():
-            new = asked.get()
-            node.to_send[new] = list(range(1, num_pages))
-            node.sender.open(new, receiver.incarnation)
-        node.step()
-        time.sleep(0.002)
-
-
-def pattern(num_pages: int) -> torch.Tensor:
-    shape = new_pool(num_pages).buffer_LSNHPD.shape
-    return torch.arange(shape.numel(), dtype=torch.float32).view(shape)

@@ -1,7 +1,6 @@
 """What links over CUDA IPC do beyond those of shared memory, over a fake of the CUDA runtime.
 
-`test_real_links` and `test_link_processes` run whole transfers over the same fake, also between processes of
-which one is killed.
+`test_real_links` runs whole transfers over the same fake.
 """
 
 from __future__ import annotations

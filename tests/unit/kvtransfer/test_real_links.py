@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -11,18 +12,22 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
+from shared.kvtransfer.link import RECEIVER, SENDER
 from shared.kvtransfer.states import Received, ReceiveFailed
 from shared.protocol.messages import Struct
 from shared.protocol.transfer_messages import LinkOpen
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
+    BACKENDS,
     BACKENDS_IN_ONE_PROCESS,
+    Ends,
     LinkPair,
     key,
     num_descriptors,
     num_shared_mappings,
     num_threads,
     real,
+    transports,
 )
 from tests.unit.kvtransfer.looks import num_live, num_slots_out
 
@@ -89,6 +94,16 @@ def test_a_wrong_secret_fails_the_challenge(options: TransferOptions) -> None:
     assert "challenge" in failed.reason or "peer" in failed.reason
     assert num_live(pair.p) == num_live(pair.d) == 0
     pair.close()
+
+
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_end_that_is_closed_is_noticed_at_the_other_one(backend: str, rank: int) -> None:
+    """As that of a process that was killed, which the kernel closes."""
+    (factory,) = transports(real(backend)).factories.values()
+    with contextlib.closing(Ends(factory)) as ends:
+        ends.links[rank].abort()
+        assert ends.died[1 - rank].wait(PATIENCE_S)
 
 
 def test_a_lost_link_is_built_anew(pair: LinkPair) -> None:

@@ -336,8 +336,12 @@ class World:
                     self.network.connect(prefill, decode)
 
     def settle(self) -> None:
-        """Wait until all deadlines have passed, then check that nothing is left over anywhere."""
+        """Wait until all deadlines have passed, then `check_home`."""
         self.run(SETTLE_S, dt=0.05)
+        self.check_home()
+
+    def check_home(self) -> None:
+        """Nothing is left over anywhere."""
         for host in self.hosts:
             assert not host.live, f"{host.name} never ended {list(host.live)}"
             assert len(host.side.transfers) == 0

@@ -117,20 +117,21 @@ def check_forwards(config: ModelConfig) -> None:
 
 @pytest.mark.usefixtures("native_kernels")
 def test_gpt_oss_runs_at_its_widths(tmp_path: Path) -> None:
-    """A layer with a window and one without, with MXFP4 experts; a smaller vocabulary."""
+    """A layer with a window and one without, with MXFP4 experts; a smaller vocabulary, and fewer experts."""
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    config = load(tmp_path, "gpt-oss-20b", vocab_size=4096, eos_token_id=0, **layers)
+    config = load(tmp_path, "gpt-oss-20b", vocab_size=4096, eos_token_id=0, num_local_experts=6, **layers)
     assert config.dtype == "bfloat16" and [layer.attention.window for layer in config.layers] == [128, None]
     assert config.quantization is not None and config.quantization.name == "W4A8 mxfp4"
-    bits = 8 * (weights_nbytes(config, torch.bfloat16) - 2 * (2 * 4096 * 2880 + 2 * (26_542_080 + 32 * 2880)))
-    assert bits / (2 * 32 * 3 * 2880 * 2880) == 4.25
+    bits = 8 * (weights_nbytes(config, torch.bfloat16) - 2 * (2 * 4096 * 2880 + 2 * (26_542_080 + 6 * 2880)))
+    assert bits / (2 * 6 * 3 * 2880 * 2880) == 4.25
     check_forwards(config)
 
 
 @pytest.mark.usefixtures("native_kernels")
 def test_qwen3_with_experts_runs_at_its_widths(tmp_path: Path) -> None:
-    """A layer in int4; a smaller vocabulary."""
-    config = load(tmp_path, "Qwen3-30B-A3B", vocab_size=4096, eos_token_id=0, num_hidden_layers=1)
+    """A layer in int4; a smaller vocabulary, and fewer experts."""
+    fewer = {"num_hidden_layers": 1, "num_experts": 16}
+    config = load(tmp_path, "Qwen3-30B-A3B", vocab_size=4096, eos_token_id=0, **fewer)
     check_forwards(replace(config, quantization=quantize_on_load("int4")))
 
 

@@ -53,7 +53,6 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     RouterHello,
-    RouterNews,
     RouterToNode,
     SetRole,
     Stamp,
@@ -180,7 +179,6 @@ class FakeNode:
         self._identity_of: dict[str, bytes] = {}
         self.story = [*byte_level_tokenizer().encode(STORY).ids]
         self.delay_s = 0.0
-        self._num_relays = 0
         self._news = asyncio.Event()
         self._context = zmq.asyncio.Context.instance()
         self._tasks: list[asyncio.Task[None]] = []
@@ -245,11 +243,6 @@ class FakeNode:
     def drain(self) -> None:
         """Say to all routers that an operator has removed this node."""
         self._relay.drain(0.0)
-
-    def relay_from(self, router: str, news: RouterNews) -> None:
-        """Pass on what a router says."""
-        self._num_relays += 1
-        self._relay.relay(router, Relay(router, self._num_relays, news))
 
     def tokens(
         self,

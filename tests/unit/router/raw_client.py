@@ -47,12 +47,6 @@ class RawClient:
                 await self.writer.drain()
                 await asyncio.sleep(0)
 
-    async def final_answer(self) -> Answer:
-        """The next response that is not interim."""
-        while (answer := await self.answer()).status < 200:
-            pass
-        return answer
-
     async def answer(self) -> Answer:
         """The next response."""
         async with asyncio.timeout(PATIENCE_S):

@@ -272,16 +272,15 @@ def test_a_request_that_waits_for_a_row_closes_admission_to_later_ones(
     assert not batcher.is_open_to(later, waiting)
 
 
-def test_a_request_that_has_ended_holds_the_waiting_queue_up_no_more(
-    make_kv_ledger: MakeLedger, make_req: MakeReq
-) -> None:
-    queue, batcher = make_queue(make_kv_ledger())
-    req = make_req()
-    enqueue(queue, batcher, req)
-    assert queue.reserve(**CLOSED).reserved == []
-    assert queue.first is not None
-    queue.remove(req)
+def test_no_request_overtakes_one_that_does_not_fit_until_that_has_ended(make_kv_ledger: MakeLedger) -> None:
+    queue, batcher = make_queue(make_kv_ledger(4))
+    long, short = new_req("long", tuple(range(20))), new_req("short", (1, 2, 3))
+    enqueue(queue, batcher, long, short)
+    assert queue.reserve(**OPEN).reserved == []
+    assert queue.first is not None and queue.first.req is long
+    queue.remove(long)
     assert queue.first is None
+    assert queue.reserve(**OPEN).reserved == [short]
 
 
 @pytest.mark.parametrize("extra_key", ["", "another"])
