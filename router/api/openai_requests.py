@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ _DEFAULT_MAX_TOKENS = 16
 _AS_MUCH_AS_FITS = 2**31 - 1
 _ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ENFORCED_NAME = re.compile(r"[\w./@-]+")
+"""Every family's syntax has these characters in names. XGrammar writes others as they are, quotes and tags too."""
 
 Reasoning = Literal["", "open", "free"]
 """Before a call: none, the rest of what the prompt ends in, or as the model likes."""
@@ -268,6 +271,8 @@ def _wanted_calls(body: ChatBody, model: ServedModel) -> CallGrammar | None:
     for name, at in places.items():
         if name in allowed:
             function = tools[at].function
+            if not _ENFORCED_NAME.fullmatch(name):
+                raise wrong(f"tools[{at}].function.name", "of letters, digits and _./@- for a grammar", name)
             parameters = _of_objects(function.parameters, f"tools[{at}].function.parameters")
             strict = mode != "auto" or function.strict
             wanted.append({"function": {"name": name, "parameters": parameters, "strict": strict}})

@@ -240,12 +240,12 @@ class ReplyReader:
 
     def __init__(self, regions: ReplyRegions) -> None:
         # Half a second, which a model that needs it takes when it is loaded.
-        from transformers.utils.chat_parsing import ResponseParser
+        from router.text.region_parser import RegionParser
 
         in_reasoning = regions.reasons and regions.in_reasoning
         prefix = regions.think[0] if in_reasoning else ""
         self._format = regions.form if regions.has_calls else None
-        self._parser = ResponseParser(regions.template, prefix=prefix, tools=[*regions.tools])
+        self._parser = RegionParser(regions.template, prefix=prefix, tools=[*regions.tools])
         self._call: JsonCall | None = None
         self._raw: list[str] = []
         """The text of a call that is not complete."""
@@ -392,7 +392,10 @@ class ReplyReader:
         if self._format.list is None:
             calls = value if isinstance(value, list) else [value]
             functions = [call["function"] for call in calls if isinstance(call, dict) and "function" in call]
-            return [one for one in functions if isinstance(one.get("arguments"), dict) and one.get("name")]
+            functions = [
+                one for one in functions if isinstance(one.get("arguments"), dict) and one.get("name")
+            ]
+            return functions if _is_json(functions) else []
         try:
             return list(parse_content(value.strip(), self._format.list, {}))
         except ValueError:
@@ -406,9 +409,18 @@ def _joined(calls: Sequence[CallDelta]) -> Iterator[CallDelta]:
         yield CallDelta(index, first.arguments + "".join(piece.arguments for piece in more), first.name)
 
 
+def _is_json(value: object) -> bool:
+    """Whether JSON has such a value: not infinity, NaN, half of a character, or too many levels."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (RecursionError, ValueError):
+        return False
+    return True
+
+
 _JSON_HEAD = regex.compile(
     r"""\s*\{\s*(?:"(?!name")\w+"\s*:\s*"[^"\\]*"\s*,\s*)*
-    "name"\s*:\s*"(?P<name>(?:[^"\\\0-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+)"\s*,\s*
+    "name"\s*:\s*"(?P<name>(?:[^"\\\0-\x1f]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})){1,256}+)"\s*,\s*
     "(?:arguments|parameters)"\s*:\s*(?=[{\[])""",
     regex.VERBOSE,
 )
@@ -477,6 +489,8 @@ class JsonCall:
             return
         calls = value if isinstance(value, list) else [value]
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+            return
+        if not _is_json(calls):
             return
         for at, call in enumerate(calls):
             arguments = call.get("arguments", call.get("parameters")) or {}

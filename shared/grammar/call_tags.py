@@ -28,6 +28,8 @@ from shared.protocol.sampling_params import CallGrammar
 
 _SEPARATORS = {"llama": "; "}
 """Between two calls, where it is no line break."""
+_IN_TAGS = ("qwen_3_coder", "glm_4_7", "minimax")
+"""Families whose arguments are tags, not JSON."""
 
 
 def written_around(calls: CallGrammar) -> str:
@@ -60,7 +62,7 @@ def _tags(calls: CallGrammar, max_whitespace: int) -> Format:
     for tool in calls.tools:
         function = tool["function"]
         what = f"calls: the parameters of {function['name']!r}"
-        checked = json.loads(_checked(function["parameters"], what))
+        checked = json.loads(_checked(function["parameters"], what, in_tags=calls.family in _IN_TAGS))
         tools.append({"type": "function", "function": {**function, "parameters": checked}})
     tag = xgrammar.get_model_structural_tag(
         calls.family,
@@ -79,9 +81,9 @@ def _tags(calls: CallGrammar, max_whitespace: int) -> Format:
     )
 
 
-def _checked(schema: object, what: str) -> str:
+def _checked(schema: object, what: str, *, in_tags: bool) -> str:
     text = msgspec.json.encode(schema).decode()
     try:
-        return check_keywords(text)
+        return check_keywords(text, in_tags=in_tags)
     except RequestError as error:
         raise RequestError(f"{what}: {error.message.removeprefix('json_schema: ')}", param="calls") from None

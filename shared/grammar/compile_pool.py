@@ -20,7 +20,7 @@ from shared.protocol.sampling_params import Grammar
 from shared.timeline import Clock
 
 NUM_THREADS = 2
-"""With two threads, one slow grammar does not delay the others. Two slow ones do, until their deadlines."""
+"""With two threads, one slow grammar does not delay the others. Two slow ones do, until XGrammar is done."""
 MAX_WAITING = 256
 MAX_PROBED = 4096
 NUM_PROBE_STEPS = 64

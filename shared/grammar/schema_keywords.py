@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from shared.errors import RequestError
-from shared.grammar.regex_syntax import as_written_for_xgrammar
+from shared.grammar.regex_syntax import MAX_REPEATS, as_written_for_xgrammar
 
 Schema = dict[str, Any]
 
@@ -40,7 +40,8 @@ _IMPLIED = {
 """Keywords that XGrammar takes for a `type`. Where it has none, it ignores the others below."""
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _FAR = Fraction(10**30)
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LENGTHS = ("minLength", "maxLength")
+_COUNTS = (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties")
 _ANNOTATIONS = (
     *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "$defs", "definitions"),
@@ -87,15 +88,16 @@ _VALUES = {
     ),
     "type": (lambda v: v != [], "one name or more"),
     "required": (lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names"),
-    "multipleOf": (lambda v: type(v) is int and v <= 1024, "an integer up to 1024"),
+    "multipleOf": (lambda v: type(v) is int and 0 < v <= 1024, "an integer from 1 to 1024"),
     "uniqueItems": (lambda v: v is False, "false"),
 }
 """All keywords that XGrammar enforces. Values that it misreads without an error are refused; it tells the others."""
 
 
-def check_keywords(text: str) -> str:
+def check_keywords(text: str, *, in_tags: bool = False) -> str:
     """Return the schema, with patterns as XGrammar reads them. `text` and the result are JSON.
 
+    What it describes is JSON too, or arguments `in_tags`, where strings may have any characters.
     Raises RequestError for what is no schema in JSON, or would not be enforced. It names the keyword and its path.
     """
     root = _read(text)
@@ -110,6 +112,10 @@ def check_keywords(text: str) -> str:
             f"multipleOf and counts of properties need {num_states} states of the grammar, over {MAX_STATES}"
         )
     for schema in found:
+        # XGrammar lets control characters into strings with a length, where JSON forbids them.
+        if not in_tags and not schema.keys().isdisjoint(_LENGTHS) and schema.get("format") not in _FORMATS:
+            most = min(schema.pop("maxLength"), MAX_REPEATS) if "maxLength" in schema else ""
+            schema["pattern"] = f".{{{schema.pop('minLength', 0)},{most}}}"
         if "pattern" in schema:
             schema["pattern"] = as_written_for_xgrammar(schema["pattern"], in_json=True)
         if "patternProperties" in schema:
@@ -228,7 +234,7 @@ def _target(schema: object, root: Any) -> object:
 def _dropped_of_strings(schema: Schema) -> Iterator[tuple[str, str]]:
     has_format = schema.get("format") in _FORMATS
     spelled = "format" if has_format else "pattern"
-    for keyword in ("pattern", "minLength", "maxLength") if spelled in schema else ():
+    for keyword in ("pattern", *_LENGTHS) if spelled in schema else ():
         is_kept = has_format and keyword == "minLength" and schema["format"] not in _MAY_BE_EMPTY
         if keyword in schema and keyword != spelled and not (is_kept and schema["minLength"] < 2):
             yield keyword, f" beside {spelled!r}"

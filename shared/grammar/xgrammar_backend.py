@@ -42,7 +42,6 @@ Masks = Mapping[bytes, np.ndarray]
 
 _NO_UTF8 = {0xE0: (0x80, 0xA0), 0xED: (0xA0, 0xC0), 0xF0: (0x80, 0x90)}
 """First bytes of a character, and the second bytes that XGrammar allows there although UTF-8 does not."""
-_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _CALLS = msgspec.json.Decoder(CallGrammar)
 """Made here, as two threads must not be the first to decode a type."""
 _SOURCE_LINE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
@@ -169,9 +168,6 @@ class XGrammarBackend:
             for lead, (low, high) in _NO_UTF8.items()
         }
         self._compiler = _compiler(tokenizer_info)
-        # XGrammar lets control characters into strings with `minLength` or `maxLength`, where JSON forbids them.
-        printed = [b"" if _CONTROL.search(piece) else piece for piece in self._pieces]
-        self._json_compiler = _compiler(_with_pieces(tokenizer_info, printed))
 
     @classmethod
     def load(
@@ -215,9 +211,7 @@ class XGrammarBackend:
             match grammar.kind:
                 case "json_schema":
                     text = check_keywords(grammar.text)
-                    compiled = self._json_compiler.compile_json_schema(
-                        text, max_whitespace_cnt=MAX_WHITESPACE
-                    )
+                    compiled = self._compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
                 case "regex":
                     compiled = self._compiler.compile_regex(as_written_for_xgrammar(grammar.text))
                 case "ebnf":

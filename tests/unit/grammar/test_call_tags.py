@@ -184,6 +184,23 @@ def test_arguments_are_an_object_of_their_schema(
         assert say(matcher(backend, calls), backend, call + arguments) == fits, arguments
 
 
+@pytest.mark.parametrize(
+    ("family", "begins", "has_tabs"),
+    [
+        ("qwen_3", '<tool_call>\n{"name": "f", "arguments": {"a": "x', False),
+        ("qwen_3_coder", "<tool_call>\n<function=f>\n<parameter=a>x", True),
+    ],
+)
+def test_a_string_with_a_length_is_json_except_in_tags(
+    backend: XGrammarBackend, family: str, begins: str, has_tabs: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "minLength": 2, "maxLength": 9}}}
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    calls = CallGrammar(family=family, tools=[{"function": function}])
+    for char, fits in (("y", True), ("\t", has_tabs), ("\x01", has_tabs)):
+        assert say(matcher(backend, calls), backend, begins + char) == fits, char
+
+
 def test_with_auto_text_is_free_and_a_strict_call_keeps_to_its_schema(backend: XGrammarBackend) -> None:
     calls = CallGrammar(family="qwen_3", tools=TOOLS, choice="auto")
     assert say(matcher(backend, calls), backend, "It is warm.")

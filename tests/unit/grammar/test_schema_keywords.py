@@ -205,6 +205,12 @@ def test_a_schema_that_takes_minutes_to_compile_is_refused(schema: object) -> No
     assert (refused.value.status, refused.value.param) == (400, "json_schema")
 
 
+def test_no_schema_makes_room_for_states_of_others() -> None:
+    schemas = {"a": {"type": "integer", "multipleOf": -(10**6)}, "b": counted(200, maxProperties=100)}
+    with pytest.raises(RequestError, match="'multipleOf' at #/\\$defs/a"):
+        check_keywords(json.dumps({"$ref": "#/$defs/b", "$defs": schemas}))
+
+
 @pytest.mark.parametrize(
     "schema",
     [

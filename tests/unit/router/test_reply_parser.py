@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from typing import Any
@@ -23,7 +24,8 @@ from router.text.reply_parser import (
 )
 from shared.errors import ConfigError
 
-PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+PROPERTIES = {"n": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": "object"}, "odd": {"anyOf": 5}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES}
 TOOLS: list[dict[str, Any]] = [{"function": {"name": "get", "parameters": PARAMETERS}}]
 Read = tuple[str, str, list[tuple[str, str]]]
 """Reasoning, content, and the names and arguments of calls."""
@@ -174,6 +176,30 @@ OWN_TEMPLATE = {
         "content": {"close": ["<end>"], "content": "text"},
     },
 }
+
+
+UNREADABLE = {
+    "half of a character": ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+    "no number": ("hermes", '<tool_call>[{"name": "get", "arguments": {"n": NaN}}]</tool_call>'),
+    "half in an object": (
+        "qwen3_coder",
+        r'<function=get><parameter=o>{"a": "\ud800"}</parameter></function>',
+    ),
+    "levels": ("qwen3_coder", f"<function=get><parameter=o>{'[' * 20_000}</parameter></function>"),
+    "no schema": ("qwen3_coder", "<function=get><parameter=odd>a</parameter></function>"),
+    "digits": ("gemma4", f"<|tool_call>call:get{{n:{'9' * 5000}}}<tool_call|>"),
+    "a mark of the parser": ("gemma4", "<|tool_call>call:get{n:\x01}<tool_call|>"),
+}
+
+
+@pytest.mark.parametrize(("family", "text"), UNREADABLE.values(), ids=UNREADABLE)
+def test_a_call_that_cannot_be_read_is_text(family: str, text: str) -> None:
+    before = "yes "
+    for cuts in ([], [len(before)], [*range(len(before), len(before) + 40)]):
+        reasoning, content, calls = read(family, before + text, cuts)
+        assert (reasoning, calls) == ("", [])
+        assert content.startswith(before)
+        json.dumps(content, ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
