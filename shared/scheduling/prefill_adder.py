@@ -60,7 +60,8 @@ class PrefillAdder:
         self._known_share = min(options.schedule_conservativeness, 1.0)
         self._running = list(running)
         self._reserved_tokens = sum(self._reserve(req) for req in running)
-        self._reserved_window_pages = sum(self._reserve_windows(req) for req in running)
+        has_windows = ledger.windows is not None
+        self._reserved_window_pages = sum(map(self._reserve_windows, running)) if has_windows else 0
         self._short_prompt_share = options.short_prompt_share
         self._num_lookups = 0
         self._rem_chunk_tokens = tokens_beside(num_decodes, options.chunk_tokens)
