@@ -12,6 +12,7 @@ from shared.kvcache.host_pool import make_host_pool
 from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import WindowedKVPool
+from shared.protocol.messages import kv_row_nbytes
 
 NUM_LAYERS = 4
 POOLS = [
@@ -96,6 +97,12 @@ def test_sizes_are_exact(mover: PageMover) -> None:
     k, v = pool.layer_kv(2)
     assert k.shape == v.shape == (9, 2, 16, 32)
     assert k.data_ptr() != v.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"])
+def test_a_page_has_the_bytes_that_nodes_count(mover: PageMover, dtype: str) -> None:
+    pool = make_pool(mover, 16, getattr(torch, dtype), 2, 32)
+    assert pool.page_nbytes == 16 * 2 * kv_row_nbytes(32, dtype)
 
 
 def test_a_head_range_of_a_page_is_contiguous(mover: PageMover) -> None:

@@ -19,6 +19,7 @@ from shared.kernels.cpu.build import (
     invalid_cxx,
     open_library,
 )
+from shared.kernels.cpu.library import is_bf16_slow
 from tests.patience import PATIENCE_S
 
 COMPILER = """#!/bin/sh
@@ -80,13 +81,17 @@ def test_who_asks_is_told_of_a_build_and_only_of_a_build(compiler: Compiler) -> 
     assert told == ["built"]
 
 
-def test_whatever_decides_the_code_decides_the_name(compiler: Compiler) -> None:
+def test_whatever_decides_the_code_decides_the_name(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [compiler.build(), compiler.build("-DONE")]
     compiler.header.write_text("#pragma twice")
     found.append(compiler.build())
     compiler.source.write_text("int two;")
     found.append(compiler.build())
     compiler.set("version", "1.1")
+    found.append(compiler.build())
+    monkeypatch.setattr("shared.kernels.cpu.build._cpu_info", {"flags": ["avx2", "fma"]}.__getitem__)
     found.append(compiler.build())
     assert len(set(found)) == len(found) == compiler.num_libraries()
     assert compiler.build() == found[-1]
@@ -209,3 +214,19 @@ def test_threads_that_cannot_start() -> None:
     """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.stdout.startswith("4096 threads cannot be started"), ended
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "is_slow"),
+    [
+        ("GenuineIntel", ["avx512_bf16"], True),
+        ("GenuineIntel", ["avx512_bf16", "amx_bf16"], False),
+        ("AuthenticAMD", ["avx512_bf16"], False),
+    ],
+)
+def test_bf16_is_slow_on_intels_without_amx(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, flags: list[str], is_slow: bool
+) -> None:
+    info = {"vendor_id": [vendor], "flags": flags}
+    monkeypatch.setattr("shared.kernels.cpu.build._cpu_info", info.__getitem__)
+    assert is_bf16_slow() == is_slow

@@ -75,7 +75,8 @@ def experts_of(shape: Shape) -> ExpertsWeights[Linear]:
         if shape.fp4:
             powers_NG = torch.randint(-8, -4, layer.scales_NG.shape, generator=generator).float().exp2()
             layer = replace(layer, scales_NG=powers_NG, is_float=True)
-        order_K = torch.randperm(k, generator=generator) if shape.order else None
+        has_order = shape.order and bool(torch.rand((), generator=generator) < 0.7)  # some experts have none
+        order_K = torch.randperm(k, generator=generator) if has_order else None
         if shape.zeros:
             zeros_NG = torch.randint(6, 11, layer.scales_NG.shape, generator=generator, dtype=torch.uint8)
             layer = replace(layer, zeros_NG=zeros_NG)

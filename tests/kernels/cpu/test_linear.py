@@ -54,6 +54,7 @@ SHAPES = [
     Shape(7, 130, 96),
     Shape(13, 192, 62, bias=True),
     Shape(33, 66, 320),
+    Shape(3, 66, 1090),  # two chunks of k, and half of k is odd
     Shape(401, 24, 2048, bias=True),  # several blocks of rows
     Shape(0, 64, 32),
 ]
@@ -166,6 +167,11 @@ def test_parts_of_a_weight_share_panels(team: Team, rows: tuple[int, ...]) -> No
     rows = whole.transpose(1, 2).reshape(-1, 2 * k)
     assert torch.equal(rows[: len(w_NK)], w_NK.view(torch.uint8))
     assert not rows[len(w_NK) :].any()
+
+
+def test_a_weight_may_be_larger_than_what_is_reserved_at_once() -> None:
+    arena = PanelArena()
+    assert [arena.new_panels(n, 64).shape[0] for n in (64, 1 << 21, 64)] == [1, 1 << 15, 1]
 
 
 @pytest.mark.parametrize("source", ["linear", "extend_attention"])

@@ -123,6 +123,7 @@ def test_integers_are_exact_up_to_the_largest(team: Team) -> None:
     y = linear_float(team, x_MK, PackedLinear(team, layer))
     sums = torch.tensor(-127 * 255 * k, dtype=torch.int32).float()
     assert torch.equal(y, (sums * (torch.ones(1) / 127)).expand(2, 64))
+    assert torch.equal(layer.multiply(x_MK.float()), y)
 
 
 @pytest.mark.parametrize(

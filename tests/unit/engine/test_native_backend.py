@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ MIXTURES = {
     "mixtral": {},
     "gptoss": {"sliding_window": 17},
 }
+GPTQ = {"quant_method": "gptq", "group_size": -1}
 BF16_FACTOR = 1.1
 """The native path rounds to bf16 in a subset of the places where torch does: its residual stream stays float32."""
 
@@ -353,9 +355,11 @@ class TestChoice:
             ),
             ({"hidden_size": 65, "head_dim": 16}, "a layer has 65 inputs"),
             ({"num_attention_heads": 192, "num_key_value_heads": 1, "head_dim": 256}, None),
+            ({"hidden_size": 68, "head_dim": 16, "quantization_config": GPTQ | {"bits": 4}}, "68 inputs"),
+            ({"hidden_size": 68, "head_dim": 16, "quantization_config": GPTQ | {"bits": 8}}, None),
         ],
     )
-    def test_shapes_that_the_kernels_cannot_do(self, changes: dict[str, int], obstacle: str | None) -> None:
+    def test_shapes_that_the_kernels_cannot_do(self, changes: dict[str, Any], obstacle: str | None) -> None:
         found = native_obstacle(token_model_config(**changes))
         assert found is None if obstacle is None else obstacle in str(found)
 

@@ -108,6 +108,12 @@ def test_words_are_unpacked_in_pieces() -> None:
     assert torch.equal(codes, torch.stack([words >> 4 * i & 15 for i in range(8)], 2).flatten(1)[:, :-3])
 
 
+def test_codes_that_fill_no_whole_words() -> None:
+    scheme = Scheme(layout=Layout.PACK_QUANTIZED, bits=4, group_size=None, is_symmetric=False)
+    tensors = READERS[scheme.layout].tensors(LinearSpec("w", 12, 20, scheme))
+    assert tensors["w.weight_packed"].shape == (12, 3) and tensors["w.weight_zero_point"].shape == (2, 1)
+
+
 def test_an_lm_head_that_is_quantized_in_the_file(folders: dict[str, Path], tmp_path: Path) -> None:
     config, quantize = gptq(4, 32)
     dense = folders["gptq"].parent / "dense"
@@ -430,6 +436,19 @@ def test_names_of_layers_that_are_left_out(folders: dict[str, Path], tmp_path: P
     assert is_quantized("awq", up_proj, modules_to_not_convert=["1.m.p"])
     assert not is_quantized("w8a8", up_proj, ignore=["re:.*mlp"])
     assert is_quantized("w8a8", up_proj, ignore=["re:mlp"])  # compressed-tensors takes re.match
+
+
+def test_activations_stay_what_they_are_where_a_checkpoint_does_not_ask_for_codes(
+    folders: dict[str, Path],
+) -> None:
+    def name_of(name: str) -> str:
+        quantization = load_model_config(folders[name]).quantization
+        assert quantization is not None
+        return quantization.weight_only().name
+
+    assert name_of("gptq") == "W4A16 gptq" and name_of("w8a16") == "W8A16 compressed-tensors pack-quantized"
+    assert name_of("w8a8") == "W8A8 compressed-tensors int-quantized"
+    assert name_of("fp8-tensor") == "FP8 compressed-tensors float-quantized"
 
 
 def test_a_name_comes_before_a_regex_and_a_regex_before_all_layers() -> None:

@@ -56,6 +56,14 @@ def test_a_weight_is_what_transformers_makes_of_it(seed: int, n: int, groups: in
     assert torch.equal(read.dequantized(), expected_KN.T)
 
 
+def test_the_least_scales_count_as_0() -> None:
+    blocks, scales = torch.full((1, 3, 16), 0x77, dtype=torch.uint8), torch.arange(3, dtype=torch.uint8)
+    layer = LinearSpec("w", 1, 96, SCHEME)
+    read = MXFP4.read(Tensors(w_blocks=blocks, w_scales=scales[None]), layer, torch.bfloat16)
+    assert isinstance(read, QuantizedLinear)
+    assert read.dequantized()[0, ::32].tolist() == [0.0, 0.0, 6 * 2.0**-125]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("mxfp4")
