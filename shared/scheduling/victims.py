@@ -97,6 +97,8 @@ class Victims:
         has_room = num_pages <= ledger.host.num_free
         if self._policy == "recompute" or (self._policy == "auto" and not has_room):
             return RetractMode.RECOMPUTE
+        if not num_pages:  # a prompt of one token, which is not committed: there is nothing to copy
+            return RetractMode.RECOMPUTE
         if self._policy == "auto":
             recompute_s, host_s = self._estimates(victim, kv, num_pages)
             if recompute_s <= host_s:

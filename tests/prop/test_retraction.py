@@ -319,3 +319,15 @@ def test_no_prefill_passes_an_older_request_whose_kv_is_on_the_host() -> None:
         s.retraction.retract(req, mode)
     assert s.retraction.to_prefill() == []
     s.run()
+
+
+@pytest.mark.parametrize("policy", ["auto", "host"])
+@pytest.mark.parametrize("host_tokens", [0, 64])
+def test_a_prompt_of_one_token_has_nothing_to_copy(policy: str, host_tokens: int) -> None:
+    driver = new_driver(policy, overlap=True, host_tokens=host_tokens)
+    req = new_req("one", [7], 5)
+    driver.add(req)
+    driver.step()  # its first forward is in flight
+    assert req.kv is not None and not req.output_len
+    assert driver.retraction._victims.mode_of(req) is RetractMode.RECOMPUTE
+    driver.run()
