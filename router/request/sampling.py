@@ -119,14 +119,9 @@ class SamplingBody(Body):
     refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
             *("structural_tag", "custom_params", "guided_json", "guided_regex", "guided_choice"),
-            *(
-                "guided_grammar",
-                "guided_decoding",
-                "structured_outputs",
-                "use_beam_search",
-                "prompt_logprobs",
-            ),
-            *("allowed_token_ids", "bad_words", "logits_processors", "truncate_prompt_tokens"),
+            *("guided_grammar", "guided_decoding", "structured_outputs", "use_beam_search"),
+            *("prompt_logprobs", "allowed_token_ids", "bad_words", "logits_processors"),
+            "truncate_prompt_tokens",
         ),
         NOT_YET,
     )
