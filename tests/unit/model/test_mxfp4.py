@@ -44,8 +44,9 @@ class Tensors:
         yield 0, self.read(name)
 
 
-@given(st.integers(0, 1 << 32), st.integers(1, 9), st.integers(1, 3), st.sampled_from([2, 100, 220]))
+@given(st.integers(0, 1 << 32), st.integers(1, 9), st.integers(1, 3), st.sampled_from([0, 100, 220]))
 def test_a_weight_is_what_transformers_makes_of_it(seed: int, n: int, groups: int, least: int) -> None:
+    """To the bit, but for weights of about 2^-126, which scales 0 and 1 make 0 here."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (n, groups, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(least, least + 33, (n, groups), generator=generator, dtype=torch.uint8)
@@ -53,7 +54,7 @@ def test_a_weight_is_what_transformers_makes_of_it(seed: int, n: int, groups: in
     read = MXFP4.read(Tensors(w_blocks=blocks, w_scales=scales), layer, torch.bfloat16)
     assert isinstance(read, QuantizedLinear)
     expected_KN = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0]
-    assert torch.equal(read.dequantized(), expected_KN.T)
+    torch.testing.assert_close(read.dequantized(), expected_KN.T, rtol=0, atol=2.0**-123)
 
 
 def test_the_least_scales_count_as_0() -> None:
