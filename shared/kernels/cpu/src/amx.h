@@ -71,9 +71,17 @@ void store(void* to, int64_t stride_bytes) {
     std::memcpy(static_cast<char*>(to) + row * stride_bytes, tiles().data[T][row], tiles().shapes.row_bytes[T]);
 }
 
+// Shapes with which the instructions raise #UD do the same here: C [m][n] += A [m][k] B [k][n], of tiles in use.
+inline void check_shapes(int c, int a, int b) {
+  const Shapes& s = tiles().shapes;
+  const bool fit = s.rows[c] == s.rows[a] && s.row_bytes[c] == s.row_bytes[b] && s.row_bytes[a] == 4 * s.rows[b];
+  if (!fit || s.rows[c] == 0 || s.rows[b] == 0) __builtin_trap();
+}
+
 // The even and the odd products are summed separately from zero. Then both sums are added to C.
 template <int C, int A, int B>
 void dot() {
+  check_shapes(C, A, B);
   Tiles& t = tiles();
   for (int m = 0; m < t.shapes.rows[C]; m++)
     for (int n = 0; n < t.shapes.row_bytes[C] / 4; n++) {
@@ -92,6 +100,7 @@ void dot() {
 // C is int32, A has signed bytes and B unsigned ones.
 template <int C, int A, int B>
 void dot_bytes() {
+  check_shapes(C, A, B);
   Tiles& t = tiles();
   for (int m = 0; m < t.shapes.rows[C]; m++)
     for (int n = 0; n < t.shapes.row_bytes[C] / 4; n++) {
