@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -240,12 +240,12 @@ class ReplyReader:
 
     def __init__(self, regions: ReplyRegions) -> None:
         # Half a second, which a model that needs it takes when it is loaded.
-        from router.text.region_parser import RegionParser
+        from transformers.utils.chat_parsing import ResponseParser
 
         in_reasoning = regions.reasons and regions.in_reasoning
-        prefix = regions.think[0] if in_reasoning else ""
         self._format = regions.form if regions.has_calls else None
-        self._parser = RegionParser(regions.template, prefix=prefix, tools=[*regions.tools])
+        self._new_parser = partial(ResponseParser, regions.template, tools=[*regions.tools])
+        self._parser = self._new_parser(prefix=regions.think[0] if in_reasoning else "")
         self._call: JsonCall | None = None
         self._raw: list[str] = []
         """The text of a call that is not complete."""
@@ -290,7 +290,7 @@ class ReplyReader:
                 self._tell(before, text, told)
             else:
                 self._tail = (self._tail + text)[-_TAIL_CHARS:]
-                self._take(self._parser.feed(text), told, text)
+                self._take(self._events(text), told, text)
             self.num_tokens += 1
             if len(told.content) > num_told:
                 self._decide(is_content=True)
@@ -299,15 +299,29 @@ class ReplyReader:
                 self.num_reasoning_tokens += num_decided * ("reasoning" in (before, self._region))
         if end is not None:
             self._tail += end
-            self._take(self._parser.feed(end), told)
-            _, events = self._parser.finalize()
+            self._take(self._events(end), told)
             self._is_cut = is_cut
-            self._take(events, told)
+            self._take(self._events(None), told)
             if self._region == "content" and not self.num_calls:
                 told.content.append(self._held["content"])
             self._decide(is_content=True)
         calls = [call for call in told.calls if not (self._is_one_call and call.index)]
         return ReplyDelta("".join(told.reasoning), "".join(told.content), tuple(_joined(calls)))
+
+    def _events(self, text: str | None) -> Sequence[Mapping[str, Any]]:
+        """What the parser reads in more text; None: in the end of the answer.
+
+        A model may write integers of 5000 digits, 2000 levels or control characters, and a client may send tools
+        whose schemas are none. Where the parser fails at the end of a region, that ends without a value.
+        """
+        try:
+            return self._parser.finalize()[1] if text is None else self._parser.feed(text)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
+            self._parser = self._new_parser(prefix="")
+            return [
+                {"type": "region_chunk", "field": self._region, "text": text or ""},
+                {"type": "region_close", "field": self._region, "value": None},
+            ]
 
     def _is_more_content(self, text: str) -> bool:
         """Whether all of the text is content, and is told as it is."""

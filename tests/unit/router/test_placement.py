@@ -229,7 +229,7 @@ class TestCounts:
         fleet.kill(fleet.prefills[0])
         assert fleet.view.seqs.of(node) == 0
         assert not fleet.view.seqs._own and not fleet.view.used_pages._own
-        assert not fleet.view._began
+        assert not fleet.view._places
 
     def test_other_routers_sequences_are_added(self) -> None:
         fleet = Fleet(1)
