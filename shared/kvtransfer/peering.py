@@ -94,10 +94,13 @@ class Peering:
                 del self._peers[peer.node.incarnation]
                 self._control.hang_up(peer.node.incarnation)
             self._leave_unused(num_new=0)
-            for peer in self._peers.values():
-                if peer.redial_at is not None and now >= peer.redial_at:
+            latest = {peer.node.address: peer for peer in self._peers.values()}
+            for peer in [p for p in self._peers.values() if p.redial_at is not None and now >= p.redial_at]:
+                if latest[peer.node.address] is peer:
                     peer.redial_at = None
                     due.append(peer.node)
+                else:  # its process has been started again, and is another peer
+                    del self._peers[peer.node.incarnation]
         for node in due:
             self._dial(node)
 

@@ -156,6 +156,16 @@ def test_a_node_that_was_started_again_is_dialled_by_its_new_name_alone(prefill:
     assert prefill.dials() == [] and prefill.peers == {"d0#1"}
 
 
+def test_the_old_name_of_a_node_is_not_dialled_again_once_the_new_one_is_known(prefill: Prefill) -> None:
+    """It would take the place of the connection to the new process."""
+    prefill.peering.set_peers("dead", [D0_BEFORE])
+    prefill.control.refuses("d0#0")
+    prefill.peering.set_peers("living", [D0])
+    prefill.control.connects("d0#1")
+    prefill.pass_time(REDIAL_S)
+    assert prefill.dials() == ["d0#0", "d0#1"] and prefill.peers == {"d0#1"}
+
+
 def test_a_node_that_was_started_again_and_that_no_router_names_is_not_dialled(prefill: Prefill) -> None:
     prefill.peering.set_peers("dead", [D0_BEFORE])
     prefill.control.connects("d0#0")
