@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ from shared.engine.future_map import FutureMap
 from shared.engine.input_block import ForwardLimits
 from shared.engine.progress import Progress
 from shared.engine.resolve import resolve_quantization
+from shared.model.checkpoint import Checkpoint
 from shared.model.config import load_model_config
+from shared.model.decoder import Decoder
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.quantized_models import Quantize, awq, compressed_tensors, fp8, gptq
+from tests.unit.model.dense_ops import DenseOps
 
 PAGE_SIZE = 16
 ON_LOAD = {"--quantization int8": "int8", "--quantization int4": "int4"}
@@ -74,6 +77,21 @@ def native_logits(
             assert forwarded.logits_SV is not None
             logits_RTV[:, i] = forwarded.logits_SV
     return logits_RTV.flatten(0, 1)
+
+
+def logits_with_fp8(folder: Path, windows: list[list[int]]) -> torch.Tensor:
+    """What a GPU with FP8 computes of a file whose weights are FP8, by its definition in torch."""
+    config = load_model_config(folder)
+    assert config.quantization is not None
+    config = replace(config, quantization=config.quantization.kept_float())
+    decoder = Decoder.load(Checkpoint(folder), config, dtype=torch.bfloat16, device=CPU)
+
+    @torch.inference_mode()
+    def logits(ids: list[int]) -> torch.Tensor:
+        ops = DenseOps(config.num_layers)
+        return decoder.logits(decoder.forward(torch.tensor(ids), torch.arange(len(ids)), ops), ops).float()
+
+    return torch.cat([logits(ids) for ids in windows])
 
 
 def their_logits(folder: Path, windows: list[list[int]]) -> torch.Tensor:

@@ -56,8 +56,8 @@ class DenseLinear:
 class QuantizedLinear:
     """A weight of codes: W[n, k] is (code[n, k] - zero[n, g]) * scale[n, g], where g is the group of k.
 
-    Rows of x become codes of 8 bits with a scale for each group as well, so that products of codes are added up as
-    integers, exactly in any order, unless the layer `is_weight_only`. Groups are added up in ascending order. Without
+    Unless the layer `is_weight_only`, rows of x become codes of 8 bits with a scale for each group as well. Products
+    of codes, but those of FP8, are added up as integers, exactly in any order, and groups in ascending order. Without
     `zeros_NG`, all are 2 ** (bits - 1).
     """
 
@@ -77,9 +77,10 @@ class QuantizedLinear:
     is_weight_only: bool = False
     """Whether x stays in 16 bits."""
     is_float: bool = False
-    """Whether codes are numbers, which have no zeros: of FP8 (e4m3), on GPUs and `is_weight_only`, or of FP4 (e2m1).
+    """Whether codes are numbers, which have no zeros: of FP8 (e4m3), on GPUs, or of FP4 (e2m1).
 
-    Scales of FP4 are powers of two, and those of twice the numbers, which are integers.
+    Codes of x are FP8 as well where those of the weight are. Scales of FP4 are powers of two, and those of twice the
+    numbers, which are integers.
     """
 
     @property
@@ -102,9 +103,9 @@ class QuantizedLinear:
         if self.is_weight_only:
             y_TN = x_TK.float() @ self.dequantized().T
             return (y_TN if self.bias_N is None else y_TN + self.bias_N).to(x_TK.dtype)
-        size = self.group_size
+        size, dtype = self.group_size, torch.float8_e4m3fn if self.is_float and self.bits == 8 else torch.int8
         codes_TGK, scales_TG = quantize_rows(
-            in_groups(x_TK if self.order_K is None else x_TK[:, self.order_K], size)
+            in_groups(x_TK if self.order_K is None else x_TK[:, self.order_K], size), dtype
         )
         y_TN, each_NK = (
             torch.zeros(len(x_TK), len(self.codes_NK), device=x_TK.device),
@@ -112,8 +113,7 @@ class QuantizedLinear:
         )
         for g in range(self.scales_NG.shape[1]):
             of_group = slice(g * size, (g + 1) * size)
-            weight_NK = self._integers(each_NK[:, of_group], g)
-            sums_TN = _exact_product(codes_TGK[:, g], weight_NK)
+            sums_TN = _product(codes_TGK[:, g], self._numbers(each_NK[:, of_group], g))
             y_TN += sums_TN.float() * (scales_TG[:, g, None] * self.scales_NG[:, g])
         if self.bias_N is not None:
             y_TN += self.bias_N
@@ -121,12 +121,9 @@ class QuantizedLinear:
 
     def dequantized(self) -> torch.Tensor:
         """Return W, [N, K], in float32."""
-        if self.is_float and self.bits == 8:
-            numbers_NGK = in_groups(self.codes_NK.view(torch.float8_e4m3fn).float(), self.group_size)
-            return (numbers_NGK * self.scales_NG[..., None]).flatten(1)
         groups_NGK = in_groups(self.unpacked().codes_NK, self.group_size)
         if self.is_float:
-            return (_fp4_twice(groups_NGK) * self.scales_NG[..., None]).flatten(1)
+            return (self._floats(groups_NGK).float() * self.scales_NG[..., None]).flatten(1)
         zeros = float(1 << (self.bits - 1)) if self.zeros_NG is None else self.zeros_NG[..., None]
         weight_NK: torch.Tensor = ((groups_NGK.float() - zeros) * self.scales_NG[..., None]).flatten(1)
         return weight_NK if self.order_K is None else weight_NK[:, torch.argsort(self.order_K)]
@@ -162,12 +159,16 @@ class QuantizedLinear:
         codes_NK = torch.stack([self.codes_NK & 15, self.codes_NK >> 4], -1).flatten(1)
         return replace(self, codes_NK=codes_NK, is_packed=False)
 
-    def _integers(self, codes_NK: torch.Tensor, g: int) -> torch.Tensor:
-        """What codes of group g stand for, times its scale."""
+    def _numbers(self, codes_NK: torch.Tensor, g: int) -> torch.Tensor:
+        """What codes of group g stand for, times its scale: integers, or FP8."""
         if self.is_float:
-            return _fp4_twice(codes_NK)
+            return self._floats(codes_NK)
         zeros = 1 << (self.bits - 1) if self.zeros_NG is None else self.zeros_NG[:, g, None].to(torch.int16)
         return codes_NK.to(torch.int16) - zeros
+
+    def _floats(self, codes: torch.Tensor) -> torch.Tensor:
+        """FP8, or twice the numbers of FP4, int16."""
+        return codes.view(torch.float8_e4m3fn) if self.bits == 8 else _FP4_TWICE.to(codes.device)[codes.int()]
 
 
 Linear = DenseLinear | QuantizedLinear
@@ -176,10 +177,6 @@ Linear = DenseLinear | QuantizedLinear
 def in_groups(x_TK: torch.Tensor, group_size: int) -> torch.Tensor:
     """A view [T, G, K / G]."""
     return x_TK.reshape(len(x_TK), x_TK.shape[1] // group_size, group_size)
-
-
-def _fp4_twice(codes: torch.Tensor) -> torch.Tensor:
-    return _FP4_TWICE.to(codes.device)[codes.int()]
 
 
 def new_codes(n: int, k: int) -> torch.Tensor:
@@ -236,7 +233,8 @@ def _stack_quantized(parts: Sequence[QuantizedLinear], bias_N: torch.Tensor | No
     )
 
 
-def _exact_product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """x W^T of integers, int32: float32 products of parts of K that are short enough to be exact."""
+def _product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """x W^T: float32 products of parts of K, which are short enough to be exact if codes are integers."""
     parts = zip(*(torch.split(each.float(), _EXACT_K, 1) for each in (x_TK, weight_NK)), strict=True)
-    return torch.stack([(x @ w.T).to(torch.int32) for x, w in parts]).sum(0, dtype=torch.int32)
+    dtype = torch.float32 if x_TK.dtype.is_floating_point else torch.int32
+    return torch.stack([(x @ w.T).to(dtype) for x, w in parts]).sum(0, dtype=dtype)

@@ -65,14 +65,19 @@ class Scheme:
     block: tuple[int, int | None] | None = None
     """Of FP8: outputs and inputs that share a scale; None for all inputs, and for all of both."""
     is_weight_only: bool = False
-    """Whether activations stay in 16 bits (`--weight-only-quantization`)."""
+    """Whether activations stay in 16 bits: by `--weight-only-quantization`, or of FP8, whose file says so."""
     keeps_float: bool = False
     """Whether FP8 stays what it is: on GPUs that have it. Else it is decoded while it is loaded."""
 
     @property
     def has_codes(self) -> bool:
-        """Whether the layer is computed with integers. FP8 is decoded instead."""
+        """Whether the layer is computed with integers. FP8 is not: CPUs and older GPUs decode it."""
         return self.layout not in (Layout.FLOAT_QUANTIZED, Layout.FP8_BLOCKS)
+
+    @property
+    def has_float_products(self) -> bool:
+        """Whether FP8 is multiplied by FP8."""
+        return self.keeps_float and not self.is_weight_only
 
     @property
     def scale_nbytes(self) -> int:
@@ -81,8 +86,9 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Such as W4A8 awq: the bits of weights and activations, and the format."""
-        bits = f"W{self.bits}A{16 if self.is_weight_only else 8}" if self.has_codes else "FP8"
+        """Such as W4A8 awq: the bits of weights and activations, and the format. FP8: decoded into 16 bits."""
+        has_bits = self.has_codes or self.has_float_products
+        bits = f"W{self.bits}A{16 if self.is_weight_only else 8}" if has_bits else "FP8"
         return f"{bits} {self.layout.value}"
 
 
@@ -103,9 +109,8 @@ class Quantization:
         """The same with activations of 16 bits, where the checkpoint does not ask for 8."""
 
         def of(scheme: Scheme) -> Scheme:
-            return replace(
-                scheme, is_weight_only=scheme.has_codes and scheme.layout is not Layout.INT_QUANTIZED
-            )
+            of_weights = scheme.has_codes and scheme.layout is not Layout.INT_QUANTIZED
+            return replace(scheme, is_weight_only=scheme.is_weight_only or of_weights)
 
         return replace(self, schemes=tuple((targets, of(scheme)) for targets, scheme in self.schemes))
 
@@ -300,7 +305,7 @@ def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Sche
         and weights.type == "float"
         and file_format in ("float-quantized", "naive-quantized")
     ):
-        return _float_scheme(weights, key, path)
+        return _float_scheme(weights, key, path, is_weight_only=inputs is None)
     if weights is None or weights.type != "int" or weights.num_bits not in (4, 8) or weights.dynamic:
         what = "none"
         if weights is not None:
@@ -366,8 +371,8 @@ def _has_order(weights: _Args, key: str, path: Path) -> bool:
             raise _unsupported(path, f"{key}.weights.actorder", other, "group, weight, null")
 
 
-def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
-    """FP8. How activations would be quantized does not matter: they are not."""
+def _float_scheme(weights: _Args, key: str, path: Path, *, is_weight_only: bool) -> Scheme:
+    """FP8. Scales of activations are those of each token, even where a file has fixed ones."""
     if (weights.type, weights.num_bits, weights.symmetric) != ("float", 8, True):
         what = f"{weights.type} of {weights.num_bits} bits"
         raise _unsupported(path, f"{key}.weights", what, "symmetric float of 8 bits in float-quantized")
@@ -385,7 +390,14 @@ def _float_scheme(weights: _Args, key: str, path: Path) -> Scheme:
         case other, _:
             what = other if structure is None else f"{other} of {structure}"
             raise _unsupported(path, f"{key}.weights.strategy", what, "tensor, channel, block of two sizes")
-    return Scheme(layout=Layout.FLOAT_QUANTIZED, bits=8, group_size=None, is_symmetric=True, block=block)
+    return Scheme(
+        layout=Layout.FLOAT_QUANTIZED,
+        bits=8,
+        group_size=None,
+        is_symmetric=True,
+        block=block,
+        is_weight_only=is_weight_only,
+    )
 
 
 def _awq(fields: _Awq, path: Path) -> Quantization:

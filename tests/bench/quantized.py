@@ -23,7 +23,15 @@ import torch
 from shared.model.files import resolve_model
 from tests.bench.smollm2 import smollm2
 from tests.bench.table import Row
-from tests.quantized_accuracy import ON_LOAD, Distance, formats, held_out, native_logits, their_logits
+from tests.quantized_accuracy import (
+    ON_LOAD,
+    Distance,
+    formats,
+    held_out,
+    logits_with_fp8,
+    native_logits,
+    their_logits,
+)
 from tests.quantized_models import quantize_folder
 
 NUM_WINDOWS, LENGTH = 4, 512
@@ -64,6 +72,8 @@ def measure(model: str, dense: Path, *, group_size: int) -> Iterator[dict[str, A
             if name != "W8A8" and not name.startswith("FP8"):
                 weight_only = distance(native_logits(folder, windows, weight_only=True))
             yield row(name, ours, theirs, weight_only)
+            if name == "FP8 blocks":
+                yield row(f"{name}, on GPUs", distance(logits_with_fp8(folder, windows)), theirs)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

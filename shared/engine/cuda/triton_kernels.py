@@ -14,13 +14,14 @@ from shared.engine.cuda.triton_ops import ExpertStacks, Product, TritonOps, Trit
 from shared.engine.torch_backend import Kernels
 from shared.errors import ConfigError
 from shared.kernels.row_codes import LARGEST
+from shared.kernels.triton import quantized_linear
 from shared.kernels.triton.attention import PagedAttention
 from shared.kernels.triton.attention_constants import processors
 from shared.kernels.triton.linear import ExactLinear
 from shared.kvcache.windowed_pool import AnyKVPool
 from shared.model.config import ModelConfig
 
-SUMS = 2
+SUMS = 3
 """Raised by every change of a kernel that gives other bits for the same inputs."""
 
 
@@ -47,7 +48,12 @@ def require_exact(
     """Raise ConfigError unless products of the model's shapes have the same bits by every tile."""
     if config.has_experts:
         raise ConfigError("--exact: experts are not computed exactly on a GPU")
-    if not product.same_bits(sorted(config.widths), dtype, device):
+    depths, quantization = sorted(config.widths), config.quantization
+    schemes = () if quantization is None else quantization.schemes
+    is_same = product.same_bits(depths, dtype, device)
+    if any(scheme.has_float_products for _, scheme in schemes):
+        is_same &= quantized_linear.same_bits(depths, device)
+    if not is_same:
         raise ConfigError(f"--exact: on {device} products of few rows have other bits than those of many")
 
 

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from shared.kernels.triton.linear import FEW, FLOAT32, K_CHUNK, Tile
-from shared.kernels.triton.quantized_linear import MOST_K, row_codes
+from shared.kernels.triton.quantized_linear import MOST_K
+from shared.kernels.triton.row_codes import row_codes
 
 MANY = Tile(64, 128, num_warps=8, num_stages=3)
 CODES_FEW = Tile(16, 64, num_warps=4, num_stages=4, num_programs=4)
@@ -153,9 +154,11 @@ def grouped_codes_kernel(
 ):
     """As `grouped_linear_kernel`, with weights of 8 or 4 bits, summed group by group as `quantized_linear` does.
 
-    x may be codes of 8 bits, with scales and sums of codes; else it is multiplied as it is.
+    x may be codes of 8 bits, with scales and, of integers, sums of codes; else it is multiplied as it is.
     """
-    HAS_CODES: tl.constexpr = x.dtype.element_ty == tl.int8
+    IS_FP8: tl.constexpr = x.dtype.element_ty == tl.float8e4nv
+    HAS_INTEGERS: tl.constexpr = x.dtype.element_ty == tl.int8
+    HAS_CODES: tl.constexpr = HAS_INTEGERS or IS_FP8
     middle: tl.constexpr = 1 << (BITS - 1)
     num_n, num_groups = tl.cdiv(N, BN), D // GROUP_D
     for tile in range(tl.program_id(0), num_tiles * num_n, tl.num_programs(0)):
@@ -182,13 +185,13 @@ def grouped_codes_kernel(
                 zero = tl.full((BN,), middle, dtype=tl.int16)
                 if HAS_ZEROS and not HAS_CODES:
                     zero = tl.load(zeros_at + group, mask=has_n, other=0).to(tl.int16)
-                sums = tl.zeros((BM, BN), dtype=tl.int32 if HAS_CODES else tl.float32)
+                sums = tl.zeros((BM, BN), dtype=tl.int32 if HAS_INTEGERS else tl.float32)
                 if HAS_ZEROS and HAS_CODES:
                     shift = middle - tl.load(zeros_at + group, mask=has_n, other=0).to(tl.int32)
                     of_rows = tl.load(x_sums + row * num_groups + group, mask=is_row, other=0)
                     sums += of_rows[:, None] * shift[None, :]
                 for first in range(group * GROUP_D, (group + 1) * GROUP_D, BD):
-                    x_part = tl.load(x_at + first, mask=is_row[:, None], other=0)
+                    x_part = tl.load(x_at + first, mask=is_row[:, None], other=0 if HAS_INTEGERS else 0.0)
                     if BITS == 4:
                         halves = tl.load(weight_at + first // 2, mask=has_n[:, None], other=0)
                         codes = tl.interleave(halves & 15, halves >> 4).to(tl.int16)
@@ -199,8 +202,10 @@ def grouped_codes_kernel(
                             numbers = codes.to(tl.float8e4nv, bitcast=True)
                         else:
                             numbers = codes.to(tl.int16) - middle
-                    if HAS_CODES:
+                    if HAS_INTEGERS:
                         sums = tl.dot(x_part, tl.trans(numbers.to(tl.int8)), sums, out_dtype=tl.int32)
+                    elif IS_FP8:
+                        sums = tl.dot(x_part, tl.trans(numbers), sums, max_num_imprecise_acc=BD)
                     else:
                         if HAS_ZEROS:
                             numbers += middle - zero[:, None]
@@ -326,7 +331,9 @@ def grouped_linear(
             **options,
         )
         return out_PN
-    x = (x_SD, None, None) if codes.is_weight_only else row_codes(x_SD, None, codes.group_size)
+    x: tuple[torch.Tensor | None, ...] = x_SD, None, None
+    if not codes.is_weight_only:
+        x = row_codes(x_SD, None, codes.group_size, is_float=codes.is_float and codes.bits == 8)
     grouped_codes_kernel[grid](
         *x,
         stack.weights_E,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from shared.kernels.row_codes import LARGEST, LEAST
+from shared.kernels.triton.row_codes import code_bytes
 
 HEADS = 8
 """Heads that a program rotates."""
@@ -31,23 +32,6 @@ def rotary_kernel(positions, waves, cos, sin, R: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _code_bytes(x, inverse, IS_FLOAT: tl.constexpr):
-    """The codes nearest to x * inverse, as bytes. Ties go to even, and NaN has the code 0.
-
-    A number of e4m3 is a multiple of a step, which is 2^-3 of the power of two below it, and 2^-9 at least.
-    """
-    x *= inverse
-    rounder = 12582912.0  # 1.5 * 2 ** 23: the sum has no bits behind the point, and ties go to even
-    if IS_FLOAT:
-        step = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6) - 3
-        inverse_step = ((254 - step) << 23).to(tl.float32, bitcast=True)
-        x = ((x * inverse_step + rounder) - rounder) * (step << 23).to(tl.float32, bitcast=True)
-        return tl.where(x == x, x, 0.0).to(tl.float8e4nv).to(tl.int8, bitcast=True)
-    x = (x + rounder) - rounder
-    return tl.where(x == x, x, 0.0).to(tl.int8)
-
-
-@triton.jit
 def _store_codes(
     pages, head_at, offset, i, first, second, is_row, R: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr
 ):
@@ -63,8 +47,8 @@ def _store_codes(
     inverse = tl.where(most < LEAST, 0.0, tl.div_rn(LARGEST, tl.where(most < LEAST, 1.0, most)))
     codes = pages.to(tl.pointer_type(tl.int8)) + head_at + offset * (2 * R) + i
     is_part = is_row & (i < R)
-    tl.store(codes, _code_bytes(first, inverse, IS_FLOAT), mask=is_part)
-    tl.store(codes + R, _code_bytes(second, inverse, IS_FLOAT), mask=is_part)
+    tl.store(codes, code_bytes(first, inverse, IS_FLOAT), mask=is_part)
+    tl.store(codes + R, code_bytes(second, inverse, IS_FLOAT), mask=is_part)
     scales = pages.to(tl.pointer_type(tl.float32)) + (head_at + S * 2 * R) // 4 + offset
     tl.store(scales, tl.div_rn(most, LARGEST), mask=is_row)
 

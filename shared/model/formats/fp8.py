@@ -2,7 +2,8 @@
 
 They are decoded into the type of the activations. A CPU has no products of FP8, and codes of 8 bits would lose the
 small values of a block. What bf16 rounds off is a thirtieth of what FP8 has rounded. GPUs that have the type keep it,
-where blocks divide the inputs, and decode it in registers.
+where blocks divide the inputs: activations become FP8 with a scale for each token and block, or, where the file has
+weights alone, weights are decoded in registers.
 
 Sources: compressed-tensors 0.20 (float-quantized), and the finegrained FP8 of transformers, whose scales are named
 weight_scale_inv though they are multiplied as well.
@@ -54,7 +55,7 @@ def _kept(source: TensorReader, layer: LinearSpec) -> QuantizedLinear:
         bits=8,
         scales_NG=scale.view(len(scale), -1).repeat_interleave(rows, 0)[: layer.n],
         zeros_NG=None,
-        is_weight_only=True,
+        is_weight_only=layer.scheme.is_weight_only,
         is_float=True,
     )
 

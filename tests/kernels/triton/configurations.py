@@ -19,6 +19,7 @@ from shared.kernels.triton import (
     quantized_linear,
     resolve,
     rope,
+    row_codes,
     sampling,
     silu_mul,
 )
@@ -227,13 +228,17 @@ def grouped_codes_configuration(
 ) -> Configuration:
     """`grouped_codes_kernel`, with x in bfloat16 or as codes."""
     codes = f"{'fp' if is_float else 'int'}{bits}{'-zeros' * has_zeros}{'-weight-only' * is_weight_only}"
+    is_fp8 = is_float and bits == 8
     x_codes = {"x_scales": "*fp32", "x_sums": "*i32"}
+    x = {"x": "*fp8e4nv", "x_scales": "*fp32"} if is_fp8 else {"x": "*i8", **x_codes}
+    if is_weight_only:
+        x = {"x": "*bf16"}
     return Configuration(
         name=f"grouped-codes-{tile.m}x{tile.n}-{codes}-g{group_size}{'-bias' * has_bias}",
         kernel=grouped.grouped_codes_kernel,
         types={
             **pointers("bf16", "out"),
-            **({"x": "*bf16"} if is_weight_only else {"x": "*i8", **x_codes}),
+            **x,
             **pointers("i64", "weights", "scales", "pairs", "firsts", "tile_ends"),
             **pointers("i64", *["zeros"] * has_zeros, *["biases"] * has_bias),
             **dict.fromkeys(("num_tiles", "N", "D"), "i32"),
@@ -242,10 +247,10 @@ def grouped_codes_configuration(
         constants={"E": 128, "BLOCK_E": 128, "FAN": 8, "BM": tile.m, "BN": tile.n}
         | {"BD": math.gcd(group_size, quantized_linear.MOST_K[bits]), "GROUP_D": group_size, "BITS": bits}
         | {"HAS_ZEROS": has_zeros, "HAS_BIAS": has_bias, "IS_FLOAT": is_float}
-        | (dict.fromkeys(x_codes, None) if is_weight_only else {})
+        | dict.fromkeys(x_codes.keys() - x.keys())
         | ({} if has_zeros else {"zeros": None})
         | ({} if has_bias else {"biases": None}),
-        archs=archs_with("fp8" if is_float and bits == 8 else ""),
+        archs=archs_with("fp8" if is_fp8 else ""),
         options=same_everywhere(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False),
         has_products=True,
         min_wide_loads=int(group_size > 32),
@@ -275,10 +280,18 @@ def quantized_linear_configuration(
 ) -> Configuration:
     """`quantized_linear_kernel`, or `weight_only_kernel`, in bf16."""
     left_out = ([] if not is_symmetric else ["zeros"]) + ["bias"]
-    kernel, name = quantized_linear.quantized_linear_kernel, "quantized"
-    rows = pointers("i8", "x") | pointers("fp32", "x_scales") | pointers("i32", "x_sums")
+    kernel, name, most_k = (
+        quantized_linear.quantized_linear_kernel,
+        "quantized",
+        quantized_linear.MOST_K[bits],
+    )
     if is_weight_only:
         kernel, name, rows = quantized_linear.weight_only_kernel, "weight-only", pointers("bf16", "x")
+    elif is_float:
+        rows, most_k = pointers("fp8e4nv", "x") | pointers("fp32", "x_scales"), quantized_linear.FLOAT_K
+        left_out.append("x_sums")
+    else:
+        rows = pointers("i8", "x") | pointers("fp32", "x_scales") | pointers("i32", "x_sums")
     codes = f"{'fp' if is_float else 'int'}{bits}"
     return Configuration(
         name=f"{name}-{tile.m}x{tile.n}-{codes}-g{group_size}{'' if is_symmetric else '-zeros'}",
@@ -289,7 +302,7 @@ def quantized_linear_configuration(
         | pointers("bf16", "out")
         | dict.fromkeys("MNK", "i32"),
         divisible=("N", "K"),
-        constants={"BM": tile.m, "BN": tile.n, "BK": min(group_size, quantized_linear.MOST_K[bits])}
+        constants={"BM": tile.m, "BN": tile.n, "BK": min(group_size, most_k)}
         | {"GROUP_K": group_size, "BITS": bits, "HAS_ZEROS": not is_symmetric, "HAS_BIAS": False}
         | ({"IS_FLOAT": is_float} if is_weight_only else {})
         | dict.fromkeys(left_out),
@@ -300,23 +313,27 @@ def quantized_linear_configuration(
     )
 
 
-def row_codes_configuration(group_size: int, *, has_order: bool) -> Configuration:
+def row_codes_configuration(
+    group_size: int, *, has_order: bool = False, is_float: bool = False
+) -> Configuration:
     """`row_codes_kernel` of bf16."""
+    left_out = [] if has_order else ["order"]
+    if is_float:
+        left_out.append("sums")
     return Configuration(
-        name=f"row-codes-{group_size}{'-order' * has_order}",
-        kernel=quantized_linear.row_codes_kernel,
+        name=f"row-codes-{group_size}{'-order' * has_order}{'-fp8' * is_float}",
+        kernel=row_codes.row_codes_kernel,
         types=pointers("bf16", "x")
-        | pointers("i8", "codes")
+        | pointers("fp8e4nv" if is_float else "i8", "codes")
         | pointers("fp32", "scales")
-        | pointers("i32", "sums")
+        | pointers("i32", *["sums"] * (not is_float))
         | pointers("i64", *["order"] * has_order)
         | {"K": "i32"},
         divisible=("K",),
         constants={"LEAST": LEAST, "GROUP_K": group_size, "BLOCK": group_size, "HAS_ORDER": has_order}
-        | ({} if has_order else {"order": None}),
-        options=same_everywhere(
-            num_warps=quantized_linear.row_codes_warps(group_size), enable_fp_fusion=False
-        ),
+        | dict.fromkeys(left_out),
+        archs=archs_with("fp8" if is_float else ""),
+        options=same_everywhere(num_warps=row_codes.row_codes_warps(group_size), enable_fp_fusion=False),
         min_wide_loads=int(group_size >= 1024),
     )
 
@@ -527,6 +544,8 @@ CONFIGURATIONS = [
         for bits, group_size, is_weight_only, has_bias in (
             (8, 128, True, False),
             (8, 4096, True, False),
+            (8, 128, False, False),
+            (8, 4096, False, False),
             (4, 32, False, True),
             (4, 32, True, True),
         )
@@ -545,9 +564,16 @@ CONFIGURATIONS = [
         for tile in (quantized_linear.FEW, quantized_linear.MANY)
         for group_size in (4096, 128)
     ),
-    row_codes_configuration(4096, has_order=False),
-    row_codes_configuration(128, has_order=False),
+    *(
+        quantized_linear_configuration(tile, 8, group_size, is_float=True)
+        for tile in (quantized_linear.FLOAT_FEW, quantized_linear.FLOAT_MANY)
+        for group_size in (4096, 128)
+    ),
+    row_codes_configuration(4096),
+    row_codes_configuration(128),
     row_codes_configuration(128, has_order=True),
+    row_codes_configuration(4096, is_float=True),
+    row_codes_configuration(128, is_float=True),
     *sample_configurations(64),
     *sample_configurations(1),
     pages_configuration(scatter=False),

@@ -35,7 +35,7 @@ NUM_REGISTERS = 1 << 16
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DOT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
 """Products in TTGIR."""
-SPILLS, MATRIX = r"\b(LDL|STL)\b", r"\b(HMMA|HGMMA|UTCHMMA|IMMA|IGMMA|UTCIMMA)\b"
+SPILLS, MATRIX = r"\b(LDL|STL)\b", r"\b(UTC)?[HIQ]G?MMA\b"
 WIDE_LOADS = r"\b(LDG|LDGSTS)\.E[.\w]*\.128\b|\bUTMALDG\b"
 
 

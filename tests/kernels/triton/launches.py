@@ -131,7 +131,8 @@ def launch_all() -> None:
         for is_weight_only in (False, True):
             multiply_quantized(x, replace(layer, is_weight_only=is_weight_only))
         if layer.bits == 8:
-            multiply_quantized(x, replace(layer, is_weight_only=True, is_float=True))
+            for is_weight_only in (False, True):
+                multiply_quantized(x, replace(layer, is_weight_only=is_weight_only, is_float=True))
         stack = stack_of([replace(layer, order_K=None, is_weight_only=num_rows == 1)] * 128)
         chosen_TK = torch.empty(num_rows, 8, dtype=torch.int64, device=META)
         groups = Groups.of(chosen_TK, 128, tile_rows(8 * num_rows, 128, torch.bfloat16))

@@ -35,7 +35,8 @@ KINDS = {
     "int4-zeros": Kind(4, has_zeros=True),
     "int8-weight-only": Kind(8, is_weight_only=True),
     "int4-zeros-weight-only": Kind(4, has_zeros=True, is_weight_only=True),
-    "fp8": Kind(8, is_weight_only=True, is_float=True),
+    "fp8": Kind(8, is_float=True),
+    "fp8-weight-only": Kind(8, is_weight_only=True, is_float=True),
     "fp4": Kind(4, is_float=True),
     "fp4-weight-only": Kind(4, is_weight_only=True, is_float=True),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
@@ -9,6 +12,7 @@ from torch.nn.functional import linear as torch_linear
 from shared.engine.cuda.triton_kernels import require_exact
 from shared.errors import ConfigError
 from shared.kernels.triton import linear as module
+from shared.kernels.triton import quantized_linear
 from shared.kernels.triton.linear import (
     FEW,
     FLOAT32,
@@ -21,6 +25,7 @@ from shared.kernels.triton.linear import (
     linear,
     tiles_for,
 )
+from shared.model.quantization import Layout, Quantization, Scheme
 from tests.device import device
 from tests.token_engine import token_model_config
 
@@ -122,3 +127,28 @@ def test_a_tile_with_other_bits_is_refused(depth: int, tile: Tile, monkeypatch: 
     config = token_model_config(hidden_size=DEPTHS[0], intermediate_size=DEPTHS[1])
     with pytest.raises(ConfigError, match="few rows"):
         require_exact(ExactLinear(7), config, torch.float32, device())
+
+
+@pytest.mark.parametrize("has_float_products", [True, False], ids=["fp8", "weights alone"])
+def test_tiles_of_fp8_with_other_bits_are_refused(
+    has_float_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+
+    def same_bits(depths: list[int], on: torch.device) -> bool:
+        compared.extend(depths)
+        return False
+
+    monkeypatch.setattr(quantized_linear, "same_bits", same_bits)
+    scheme = Scheme(
+        layout=Layout.FP8_BLOCKS,
+        bits=8,
+        group_size=None,
+        is_symmetric=True,
+        is_weight_only=not has_float_products,
+    )
+    quantization = Quantization(schemes=((("Linear",), scheme),)).kept_float()
+    config = replace(token_model_config(hidden_size=32, intermediate_size=64), quantization=quantization)
+    with pytest.raises(ConfigError, match="few rows") if has_float_products else nullcontext():
+        require_exact(ExactLinear(7), config, torch.float32, device())
+    assert compared == ([8, 32, 64] if has_float_products else [])

@@ -9,7 +9,8 @@ import torch
 
 from shared.engine.cuda.triton_ops import multiply_quantized
 from shared.kernels.row_codes import quantize_rows
-from shared.kernels.triton.quantized_linear import FEW, MANY, Tile, row_codes
+from shared.kernels.triton.quantized_linear import FEW, FLOAT_FEW, FLOAT_MANY, MANY, Tile, same_bits
+from shared.kernels.triton.row_codes import row_codes
 from shared.model.linear import QuantizedLinear, in_groups
 from tests.device import device
 
@@ -58,34 +59,60 @@ def test_the_product_of_weights_alone(bits: int, group: int, extras: bool, tile:
     torch.testing.assert_close(rounded, linear.multiply(x.half()), rtol=2**-9, atol=1e-3)
 
 
+def fp8_layer(k: int, group: int, *, has_bias: bool = False) -> QuantizedLinear:
+    """All numbers of the type but NaN, subnormal ones too."""
+    made = layer(70, k, 8, group, extras=False)
+    codes = torch.where(made.codes_NK & 127 == 127, 0, made.codes_NK)
+    bias_N = torch.randn(70, generator=torch.Generator(device()).manual_seed(3)) if has_bias else None
+    return replace(made, codes_NK=codes, is_float=True, bias_N=bias_N)
+
+
 @pytest.mark.parametrize("group", [32, 192])
 def test_the_product_of_fp8(group: int) -> None:
-    """All numbers of the type but NaN, subnormal ones too."""
-    dense = layer(70, 192, 8, group, extras=False)
-    codes = torch.where(dense.codes_NK & 127 == 127, 0, dense.codes_NK)
-    linear = replace(dense, codes_NK=codes, is_weight_only=True, is_float=True)
+    linear = replace(fp8_layer(192, group), is_weight_only=True)
     x = torch.randn(19, 192, generator=torch.Generator(device()).manual_seed(1))
     expected = x @ linear.dequantized().T
     torch.testing.assert_close(multiply_quantized(x, linear), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(linear.multiply(x), expected)
 
 
+@pytest.mark.parametrize("tile", [FLOAT_FEW, FLOAT_MANY], ids=["few", "many"])
+@pytest.mark.parametrize(("k", "group"), [(192, 192), (256, 128), (96, 32)])
+def test_the_product_of_fp8_by_fp8(k: int, group: int, tile: Tile) -> None:
+    """Codes of x as well: what they lose is all that parts the product from that of weights alone."""
+    linear = fp8_layer(k, group, has_bias=group == 128)
+    x = torch.randn(140, k, generator=torch.Generator(device()).manual_seed(1)) * 3
+    whole = multiply_quantized(x, linear, tile)
+    torch.testing.assert_close(whole, linear.multiply(x), rtol=1e-5, atol=1e-4 * whole.std().item())
+    lost = (whole - replace(linear, is_weight_only=True).multiply(x)).std() / whole.std()
+    assert 0.005 < lost < 0.04
+    for rows in (slice(0, 1), slice(139, 140), slice(3, 90)):
+        assert torch.equal(multiply_quantized(x[rows], linear), whole[rows])
+
+
+def test_tiles_of_fp8_agree_here() -> None:
+    assert same_bits([160], torch.device(device()))
+
+
+@pytest.mark.parametrize("is_float", [False, True], ids=["int8", "fp8"])
 @pytest.mark.parametrize("has_order", [False, True], ids=["in order", "in another"])
-def test_codes_of_rows_are_those_of_the_definition(has_order: bool) -> None:
+def test_codes_of_rows_are_those_of_the_definition(has_order: bool, is_float: bool) -> None:
     linear = layer(8, 96, 8, 32, extras=True)
     linear = linear if has_order else replace(linear, order_K=None)
     x = torch.randn(5, 96, generator=torch.Generator(device()).manual_seed(2))
     x[0], x[4], x[4, ::2] = x[0] * 1e-33, 62.5, 127.0  # small ones, and ties
     x[1], x[2, :4], x[3, 40] = 0.0, torch.tensor([1e38, -1e38, 1e-38, 0.0]), float("nan")
-    codes_MK, scales_MG, sums_MG = row_codes(x, linear.order_K, 32)
-    expected_MGK, expected_MG = quantize_rows(
-        in_groups(x if linear.order_K is None else x[:, linear.order_K], 32)
-    )
+    codes_MK, scales_MG, sums_MG = row_codes(x, linear.order_K, 32, is_float=is_float)
+    groups_MGK = in_groups(x if linear.order_K is None else x[:, linear.order_K], 32)
+    expected_MGK, expected_MG = quantize_rows(groups_MGK, codes_MK.dtype)
     finite_MG = expected_MG.isfinite()
-    assert torch.equal(codes_MK.view(5, 3, 32)[finite_MG], expected_MGK[finite_MG])
+    assert torch.equal(codes_MK.view(5, 3, 32)[finite_MG].float(), expected_MGK[finite_MG].float())
     assert torch.equal(scales_MG[finite_MG], expected_MG[finite_MG])
     assert scales_MG[~finite_MG].isnan().all() and (~finite_MG).sum() == 1
-    assert torch.equal(sums_MG[finite_MG], codes_MK.view(5, 3, 32).int().sum(2, dtype=torch.int32)[finite_MG])
+    assert (sums_MG is None) == is_float
+    if sums_MG is not None:
+        expected = codes_MK.view(5, 3, 32).int().sum(2, dtype=torch.int32)
+        assert torch.equal(sums_MG[finite_MG], expected[finite_MG])
 
 
 def test_codes_of_four_bits_are_packed_and_unpacked() -> None:

@@ -13,6 +13,7 @@ from tests.quantized_accuracy import (
     Distance,
     formats,
     held_out,
+    logits_with_fp8,
     native_logits,
     their_logits,
 )
@@ -55,6 +56,15 @@ def test_a_format_is_as_accurate_as_in_transformers(
         their_logits(folder if name == "W8A8" else folder / "dense", windows), exact, windows
     )
     assert 0 < ours.kl < 1.1 * theirs.kl + LOST[name, weight_only]
+
+
+def test_products_of_fp8_lose_little_beside_its_weights(
+    tmp_path: Path, windows: list[list[int]], exact: torch.Tensor
+) -> None:
+    folder = quantize_folder(resolve_model("builtin"), tmp_path / "model", formats(128)["FP8 blocks"]())
+    of_weights = Distance.of(their_logits(folder / "dense", windows), exact, windows)
+    of_both = Distance.of(logits_with_fp8(folder, windows), exact, windows)
+    assert of_weights.kl < of_both.kl < 2.5 * of_weights.kl
 
 
 @pytest.mark.parametrize(("flag", "most"), [("int8", 0.001), ("int4", 0.033)])

@@ -160,7 +160,28 @@ def test_fp8_stays_what_it_is_where_blocks_divide_the_inputs(folders: dict[str, 
                 assert isinstance(linear, DenseLinear)
                 continue
             assert isinstance(linear, QuantizedLinear) and linear.is_float
+            assert linear.is_weight_only == (name != "fp8-transformers")  # the others have weights alone
             torch.testing.assert_close(linear.dequantized(), wanted.float(), rtol=1e-6, atol=0)
+
+
+def test_activations_of_fp8_are_quantized_where_the_file_says_so(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    asks = of_group(
+        input_activations={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    )
+    folder = changed(folders["fp8-tensor"], tmp_path / "asks", asks)
+    for of, name in ((folder, "W8A8"), (folders["fp8-tensor"], "FP8")):
+        quantization = load_model_config(of).quantization
+        assert quantization is not None and quantization.weight_only() == quantization
+        assert quantization.name == "FP8 compressed-tensors float-quantized"
+        assert quantization.kept_float().name == f"{name} compressed-tensors float-quantized"
+    x_TK = X[:, :64]
+    rounded, exact = (
+        load(of, keeps_float=True).layers[0].attention.o_proj.multiply(x_TK).float()
+        for of in (folder, folders["fp8-tensor"])
+    )
+    assert 0.005 < (rounded - exact).std() / exact.std() < 0.1
 
 
 def test_the_bytes_of_weights_are_those_of_their_codes(folders: dict[str, Path]) -> None:
