@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from shared.engine.sampling_inputs import LogprobInputs, LogprobShare
+from shared.engine.sampling_inputs import Arrays, LogprobInputs, LogprobShare
 from shared.protocol.logprobs import Logprobs
 
 MAX_LOGITS_AT_ONCE = 16 << 20
@@ -20,7 +20,7 @@ MAX_LOGITS_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class GatheredLogprobs:
+class GatheredLogprobs(Arrays[torch.Tensor]):
     """Logprobs of N rows, on one device. `shares` says whose they are."""
 
     shares: tuple[LogprobShare, ...]
@@ -28,16 +28,6 @@ class GatheredLogprobs:
     top_ids_NK: torch.Tensor
     top_NK: torch.Tensor
     of_token_ids_NM: torch.Tensor
-
-    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> GatheredLogprobs:
-        """Every tensor replaced by `move` of it."""
-        return GatheredLogprobs(
-            self.shares,
-            move(self.chosen_N),
-            move(self.top_ids_NK),
-            move(self.top_NK),
-            move(self.of_token_ids_NM),
-        )
 
     def by_owner(self) -> dict[int, Logprobs]:
         """Each sequence's share. The tensors must be on the host."""

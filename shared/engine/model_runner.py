@@ -5,7 +5,6 @@ What computes them is a backend, chosen once when the engine is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,7 +17,7 @@ from shared.engine.logprobs import GatheredLogprobs, RawLogprobs, prompt_logprob
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.penalties import Penalize, PenaltyTable
 from shared.engine.profiler import Span
-from shared.engine.sampling_inputs import HostSampling, SamplingInputs, VocabMask
+from shared.engine.sampling_inputs import Arrays, HostSampling, SamplingInputs, VocabMask
 from shared.engine.uploads import StartCopy, Uploads, start_copy_to
 from shared.scheduling.commit import Sampled
 
@@ -36,20 +35,12 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTensors:
+class SampledTensors(Arrays[torch.Tensor]):
     """What a forward has sampled, int64 [S], and the logprobs that were asked for; on one device."""
 
     token_ids_S: torch.Tensor
     logprobs: GatheredLogprobs | None = None
     input_logprobs: GatheredLogprobs | None = None
-
-    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> SampledTensors:
-        """Every tensor replaced by `move` of it."""
-        return SampledTensors(
-            move(self.token_ids_S),
-            self.logprobs and self.logprobs.map(move),
-            self.input_logprobs and self.input_logprobs.map(move),
-        )
 
     def as_values(self) -> Sampled:
         """The same as values. The tensors must be on the host."""
@@ -181,5 +172,8 @@ def upload_sampling(inputs: HostSampling, uploads: Uploads) -> SamplingInputs[to
     """The same on the device, where it arrives in one copy; none if nothing was asked for."""
     arrays: list[np.ndarray] = []
     inputs.map(arrays.append)
+    if not arrays:
+        return SamplingInputs()
     tensors = iter(uploads.send(arrays))
-    return inputs.map(lambda _: next(tensors))
+    on_device: SamplingInputs[torch.Tensor] = inputs.map(lambda _: next(tensors))
+    return on_device

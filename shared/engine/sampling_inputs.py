@@ -1,14 +1,14 @@
 """What sampling needs from the host, per forward: plain values, collected when a decision is made.
 
-The same classes hold arrays of the host (`HostSampling`) and tensors of the device; `map` makes one from the other.
-A field that no sequence of the batch asks for is None, and costs nothing further down.
+The same classes hold arrays of the host (`HostSampling`) and tensors of the device; `Arrays.map` makes one from the
+other. A field that no sequence of the batch asks for is None, and costs nothing further down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +16,29 @@ import torch
 from shared.scheduling.plan import ScheduleBatch
 
 A = TypeVar("A")
-B = TypeVar("B")
+
+
+class Arrays(Generic[A]):
+    """A record of arrays, of other such records, and of values that are none."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def map(self, to: Callable[[A], object]) -> Any:
+        """The same with `to` of each array."""
+        return type(self)(**{name: _mapped(getattr(self, name), to) for name in self.__slots__})
+
+
+_NO_ARRAYS = (type(None), int, tuple)
+
+
+def _mapped(value: Any, to: Callable[[Any], object]) -> object:
+    if isinstance(value, _NO_ARRAYS):
+        return value
+    return value.map(to) if isinstance(value, Arrays) else to(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DrawInputs(Generic[A]):
+class DrawInputs(Arrays[A]):
     """Parameters of the S sequences that sample. A greedy one has temperature 0.
 
     `uniforms_S` in [0, 1) is what randomness there is: a function of (seed, output position) alone.
@@ -34,47 +52,26 @@ class DrawInputs(Generic[A]):
     needs_filter: bool
     """True when any sequence uses top-k, top-p or min-p."""
 
-    def map(self, to: Callable[[A], B]) -> DrawInputs[B]:
-        """The same with `to` of each array."""
-        return DrawInputs(
-            temperatures_S=to(self.temperatures_S),
-            top_ks_S=to(self.top_ks_S),
-            top_ps_S=to(self.top_ps_S),
-            min_ps_S=to(self.min_ps_S),
-            uniforms_S=to(self.uniforms_S),
-            needs_filter=self.needs_filter,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedInputs(Generic[A]):
+class MaskedInputs(Arrays[A]):
     """Sequence `entries_N[n]` may not sample token `token_ids_N[n]` (stop tokens before `min_new_tokens`)."""
 
     entries_N: A
     token_ids_N: A
 
-    def map(self, to: Callable[[A], B]) -> MaskedInputs[B]:
-        """The same with `to` of each array."""
-        return MaskedInputs(entries_N=to(self.entries_N), token_ids_N=to(self.token_ids_N))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BiasInputs(Generic[A]):
+class BiasInputs(Arrays[A]):
     """`values_N[n]` is added to the logit of token `token_ids_N[n]` of sequence `entries_N[n]`; no pair twice."""
 
     entries_N: A
     token_ids_N: A
     values_N: A
 
-    def map(self, to: Callable[[A], B]) -> BiasInputs[B]:
-        """The same with `to` of each array."""
-        return BiasInputs(
-            entries_N=to(self.entries_N), token_ids_N=to(self.token_ids_N), values_N=to(self.values_N)
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KnownTokens(Generic[A]):
+class KnownTokens(Arrays[A]):
     """Slots that are counted anew, and the N tokens of their sequences before the one that is sampled.
 
     Token `token_ids_N[n]` belongs to slot `token_slots_N[n]`, and counts `in_output_N[n]` times: 1 in the output and
@@ -86,18 +83,9 @@ class KnownTokens(Generic[A]):
     token_ids_N: A
     in_output_N: A
 
-    def map(self, to: Callable[[A], B]) -> KnownTokens[B]:
-        """The same with `to` of each array."""
-        return KnownTokens(
-            slots_A=to(self.slots_A),
-            token_slots_N=to(self.token_slots_N),
-            token_ids_N=to(self.token_ids_N),
-            in_output_N=to(self.in_output_N),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PenaltyInputs(Generic[A]):
+class PenaltyInputs(Arrays[A]):
     """The P penalized ones of S sequences: `entries_P` is their place among the S, `slots_P` their slot.
 
     The device counts the tokens of a slot as its sequence samples them. `anew` are the slots whose counts it does
@@ -112,18 +100,6 @@ class PenaltyInputs(Generic[A]):
     num_slots: int
     anew: KnownTokens[A] | None
 
-    def map(self, to: Callable[[A], B]) -> PenaltyInputs[B]:
-        """The same with `to` of each array."""
-        return PenaltyInputs(
-            entries_P=to(self.entries_P),
-            slots_P=to(self.slots_P),
-            frequency_P=to(self.frequency_P),
-            presence_P=to(self.presence_P),
-            repetition_P=to(self.repetition_P),
-            num_slots=self.num_slots,
-            anew=None if self.anew is None else self.anew.map(to),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class LogprobShare:
@@ -136,7 +112,7 @@ class LogprobShare:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogprobInputs(Generic[A]):
+class LogprobInputs(Arrays[A]):
     """N rows of hidden states or logits whose logprobs are wanted; `shares` says whose they are, in order.
 
     `targets_N` are the tokens that follow, where the host knows them: in a prompt. `token_ids_NM` is padded with
@@ -149,19 +125,9 @@ class LogprobInputs(Generic[A]):
     top_num: int
     shares: tuple[LogprobShare, ...]
 
-    def map(self, to: Callable[[A], B]) -> LogprobInputs[B]:
-        """The same with `to` of each array."""
-        return LogprobInputs(
-            rows_N=to(self.rows_N),
-            targets_N=None if self.targets_N is None else to(self.targets_N),
-            token_ids_NM=to(self.token_ids_NM),
-            top_num=self.top_num,
-            shares=self.shares,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VocabMask(Generic[A]):
+class VocabMask(Arrays[A]):
     """What grammars allow G of the S sequences that sample; `entries_G` is their place among the S.
 
     Bit i % 32 of word i // 32 of `allowed_GW` (int32) says whether token i may be sampled.
@@ -170,13 +136,9 @@ class VocabMask(Generic[A]):
     entries_G: A
     allowed_GW: A
 
-    def map(self, to: Callable[[A], B]) -> VocabMask[B]:
-        """The same with `to` of each array."""
-        return VocabMask(entries_G=to(self.entries_G), allowed_GW=to(self.allowed_GW))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingInputs(Generic[A]):
+class SamplingInputs(Arrays[A]):
     """What the S sequences that sample in this forward have asked for; nothing at all when all are greedy."""
 
     draws: DrawInputs[A] | None = None
@@ -190,18 +152,6 @@ class SamplingInputs(Generic[A]):
     """Of prompt tokens that the forward computes. Rows are indices in T, owners are indices in B."""
     vocab_mask: VocabMask[A] | None = None
     """Filled after everything else, when the step before is committed."""
-
-    def map(self, to: Callable[[A], B]) -> SamplingInputs[B]:
-        """The same with `to` of each array."""
-        return SamplingInputs(
-            draws=None if self.draws is None else self.draws.map(to),
-            masked=None if self.masked is None else self.masked.map(to),
-            penalties=None if self.penalties is None else self.penalties.map(to),
-            biases=None if self.biases is None else self.biases.map(to),
-            logprobs=None if self.logprobs is None else self.logprobs.map(to),
-            input_logprobs=None if self.input_logprobs is None else self.input_logprobs.map(to),
-            vocab_mask=None if self.vocab_mask is None else self.vocab_mask.map(to),
-        )
 
 
 HostSampling = SamplingInputs[np.ndarray]
