@@ -100,21 +100,3 @@ class LinkStore(Store):
             self._entries[key] = str(total).encode()
             self._changed.notify_all()
         return total
-
-    def delete_key(self, key: str) -> bool:
-        """Forget an entry of this side."""
-        with self._changed:
-            return self._entries.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """Entries on this side."""
-        return len(self._entries)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Bound every wait."""
-        self._timeout_s = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        """The bound of every wait."""
-        return timedelta(seconds=self._timeout_s)

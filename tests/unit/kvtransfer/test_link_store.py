@@ -41,7 +41,7 @@ def test_a_wait_that_is_not_answered_names_the_key() -> None:
     a, _ = two(timeout_s=0.05)
     with pytest.raises(DistStoreError, match="never"):
         a.get("never")
-    a.set_timeout(timedelta(seconds=60))
+    a, _ = two(timeout_s=60)
     with pytest.raises(DistStoreError, match="never"):
         a.wait(["never"], timedelta(seconds=0.05))
 
