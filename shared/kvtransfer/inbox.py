@@ -7,41 +7,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from shared.kvtransfer.endpoint import Endpoint
+from shared.kvtransfer.states import ReceiveTransfer, SendTransfer
 from shared.protocol.messages import ReqKey, Struct
-from shared.protocol.transfer_messages import CancelTransfer
-
-
-class Keyed(Protocol):
-    """A message about one transfer."""
-
-    @property
-    def key(self) -> ReqKey:
-        """Names the transfer."""
-        ...
-
-
-class Opened(Protocol):
-    """A transfer of this side, with one peer."""
-
-    key: ReqKey
-    peer_id: str
-
-    @property
-    def ended(self) -> bool:
-        """Its outcome is decided."""
-        ...
-
-    def take_end(self) -> Any:
-        """Its terminal event, once, when nothing touches its pages any more."""
-        ...
-
+from shared.protocol.transfer_messages import CancelTransfer, Done, Handoff, Offer, Ready
 
 Answer = TypeVar("Answer")
-Message = TypeVar("Message", bound=Keyed)
-Transfer = TypeVar("Transfer", bound=Opened)
+Message = TypeVar("Message", bound=Ready | Done | Offer | Handoff | CancelTransfer)
+Transfer = TypeVar("Transfer", bound=SendTransfer | ReceiveTransfer)
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -111,9 +86,6 @@ class KeyedInbox(Generic[Transfer, Message, Answer]):
             options.park_s, options.max_parked
         )
         """By key and peer, messages whose key is not open here yet, in order of arrival."""
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def __iter__(self) -> Iterator[Transfer]:
         """The open transfers, of which any may be closed meanwhile."""

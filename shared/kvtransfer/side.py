@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from shared import log
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.inbox import KeyedInbox, Opened
+from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.link_worker import LinkWorker
+from shared.kvtransfer.states import ReceiveTransfer, SendTransfer
 from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.messages import LinkReport, ReqKey
 from shared.protocol.transfer_messages import LinkLost, PeerPing, PeerPong, StoreSet
@@ -23,7 +24,7 @@ TICK_S = 0.01
 PeerMessage = StoreSet | LinkLost | PeerPing | PeerPong
 """Messages about a peer or its link, of the kinds that both ends send."""
 Link = TypeVar("Link", bound=LinkWorker)
-Transfer = TypeVar("Transfer", bound=Opened)
+Transfer = TypeVar("Transfer", bound=SendTransfer | ReceiveTransfer)
 Event = TypeVar("Event")
 
 
@@ -193,7 +194,7 @@ class Side(ABC, Generic[Transfer, Event, AnyPeer]):
 
     def _settle(self, transfer: Transfer) -> None:
         """Post the terminal event as soon as nothing reads or writes the pages."""
-        end = transfer.take_end()
+        end: Any = transfer.take_end()
         if end is not None:
             self.transfers.close(transfer.key, self._tombstone(end), self._clock())
             self._post(end)

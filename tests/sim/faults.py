@@ -13,7 +13,7 @@ from tests.sim.watched_fleet import WatchedFleet, WatchedNode, break_off
 def is_empty(node: WatchedNode) -> bool:
     """It holds no request and no transfer."""
     sides = node.sides
-    return not (node.scheduler.reqs or len(sides.sender.transfers) or len(sides.receiver.transfers))
+    return not (node.scheduler.reqs or [*sides.sender.transfers, *sides.receiver.transfers])
 
 
 class Place(StrEnum):

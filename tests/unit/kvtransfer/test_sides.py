@@ -283,7 +283,7 @@ def test_a_late_message_does_not_reopen_an_ended_key(world: World) -> None:
     world.run(0.1)
     world.network.release(Ready)
     world.run(0.1)
-    assert len(world.p.side.transfers) == len(world.d.side.transfers) == 0
+    assert not [*world.p.side.transfers, *world.d.side.transfers]
     assert world.network.num_sent["Offer"] == 0
 
 

@@ -344,7 +344,7 @@ class World:
         """Nothing is left over anywhere."""
         for host in self.hosts:
             assert not host.live, f"{host.name} never ended {list(host.live)}"
-            assert len(host.side.transfers) == 0
+            assert not [*host.side.transfers]
             assert num_slots_out(host.side) == 0, "a staging slot is not home"
             host.pages.audit()
         self.crashes.check()
