@@ -6,8 +6,6 @@ BatonError
 ├── RequestError            a request is wrong or cannot be served now; carries the HTTP status
 ├── TransferError           one KV transfer failed; its pages are freed and its client gets an error
 │   └── PeerMismatch        two nodes cannot exchange KV pages; the message names the field
-│       ├── LayoutMismatch      their KV layouts differ
-│       └── TransportMismatch   their --kv-transfer options have no transport in common
 └── LinkError               a link could not be built, or died
 """
 
@@ -56,21 +54,6 @@ class TransferError(BatonError):
 
 class PeerMismatch(TransferError):
     """Two nodes cannot exchange KV pages. `str(error)` names the field."""
-
-
-class LayoutMismatch(PeerMismatch):
-    """The KV layouts of two nodes differ in `field`."""
-
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"KV layouts differ in {field}: this node has {ours!r}, the peer has {theirs!r}")
-        self.field = field
-
-
-class TransportMismatch(PeerMismatch):
-    """The --kv-transfer options of two nodes have no transport in common, for `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"kv_transfer: {reason}")
 
 
 class LinkError(BatonError):

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from shared.device_streams import GatherUnderWay
-from shared.errors import ConfigError, LayoutMismatch
+from shared.errors import ConfigError, PeerMismatch
 from shared.protocol.messages import KVLayout
 
 
@@ -47,12 +47,15 @@ class PageStore(Protocol):
 
 
 def check_layout(ours: KVLayout, theirs: KVLayout, *, allow_mixed_numerics: bool) -> None:
-    """Raise LayoutMismatch, naming the first field that differs."""
+    """Raise PeerMismatch, naming the first field that differs."""
     for field in KVLayout.__struct_fields__:
         if field == "numerics" and allow_mixed_numerics:
             continue
-        if getattr(ours, field) != getattr(theirs, field):
-            raise LayoutMismatch(field, getattr(ours, field), getattr(theirs, field))
+        here, there = getattr(ours, field), getattr(theirs, field)
+        if here != there:
+            raise PeerMismatch(
+                f"KV layouts differ in {field}: this node has {here!r}, the peer has {there!r}"
+            )
 
 
 def record_digest(

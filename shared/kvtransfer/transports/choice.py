@@ -21,7 +21,7 @@ import torch
 from shared import log
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.errors import ConfigError, LinkError, TransportMismatch
+from shared.errors import ConfigError, LinkError, PeerMismatch
 from shared.kvtransfer.link import LinkFactory, LinkRunner
 from shared.kvtransfer.transports.common import ThreadRunner
 from shared.protocol.transfer_messages import Place
@@ -55,7 +55,7 @@ class Transports:
     def in_common(self, theirs: Sequence[str], their_place: Place) -> tuple[list[str], dict[str, str]]:
         """What this receiving node and a sender can both use, the best first, and why not the others.
 
-        TransportMismatch: there is nothing.
+        PeerMismatch: there is nothing.
         """
         usable: list[str] = []
         passed_over = {
@@ -76,7 +76,7 @@ class Transports:
             offers = (
                 f"the receiving node offers {'/'.join(self.factories)}, the sending node {'/'.join(theirs)}"
             )
-            raise TransportMismatch(f"{offers} ({why})")
+            raise PeerMismatch(f"kv_transfer: {offers} ({why})")
         return usable, passed_over
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
-from shared.errors import ConfigError, LinkError, TransportMismatch
+from shared.errors import ConfigError, LinkError, PeerMismatch
 from shared.kvtransfer.link import Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
 from shared.kvtransfer.states import ReceiveFailed
@@ -239,7 +239,7 @@ def test_neither_end_offers_shm_without_a_host() -> None:
     usable, passed_over = nowhere.in_common(("shm", "gloo"), Place())
     assert usable == ["gloo"]
     assert list(passed_over) == ["shm"]
-    with pytest.raises(TransportMismatch):
+    with pytest.raises(PeerMismatch):
         nowhere.in_common(("shm",), Place())
 
 
