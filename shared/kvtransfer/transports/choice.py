@@ -183,14 +183,10 @@ def _new_factory(
             from shared.kvtransfer.transports.gloo import GlooLinkFactory
 
             return GlooLinkFactory(options, device, threads)
-        case "tcp" | "tls":
+        case _:  # tcp or tls
             from shared.kvtransfer.transports.tcp import TcpLinkFactory
 
             return TcpLinkFactory(options, device, threads)
-        case _:
-            raise ConfigError(
-                f"unknown transfer backend {name!r}: use auto, cuda-ipc, shm, nccl, gloo or tcp"
-            )
 
 
 def _cuda_runtime(name: str, device: torch.device, threads: DeviceThreads) -> CudaRuntime:

@@ -77,7 +77,6 @@ def test_the_environment_keeps_the_process_alive() -> None:
     [
         ("nccl", "pages are on cpu"),
         ("cuda-ipc", "they are on cpu"),
-        ("nixl", "unknown transfer backend 'nixl'"),
     ],
 )
 def test_backends_that_cannot_work_are_refused(backend: str, reason: str) -> None:
