@@ -37,7 +37,7 @@ from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.allocator import HostPages, PageAllocator
 from shared.kvcache.host_pool import HostKVPool, make_host_pool
 from shared.kvcache.ledger import KVLedger
-from shared.kvcache.page_mover import NumpyPageMover, PageMover
+from shared.kvcache.page_mover import PageMover
 from shared.kvcache.pools import ReqToTokenPool, TokenToKVPool
 from shared.kvcache.radix_cache import RadixCache
 from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
@@ -261,7 +261,7 @@ def new_page_mover(attention_backend: str, device: torch.device) -> PageMover | 
             return NativePageMover()
         except NativeUnavailable as error:
             log.event("native_page_mover_unavailable", reason=error)
-    return NumpyPageMover()
+    return None
 
 
 def _triton_page_mover(device: torch.device) -> PageMover | None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from shared.device_streams import DeviceStreams, GatherUnderWay
@@ -51,53 +49,12 @@ class PageMover(Protocol):
         ...
 
 
-class NumpyPageMover:
-    """Runs on every machine: one memcpy for each page. It is the slow twin of `NativePageMover`.
-
-    torch's `index_select` and `index_copy_` copy word by word, which is as fast to read and far slower to write.
-    """
-
-    name = "numpy"
-
-    def gather(
-        self,
-        pages_RPN: torch.Tensor,
-        rows: range,
-        page_ids: Sequence[int],
-        out: torch.Tensor,
-        seed: int | None = None,
-    ) -> int:
-        """Copy pages into the contiguous `out`."""
-        pages, into = _as_pages(pages_RPN, rows, page_ids, out)
-        if seed is None:
-            np.take(pages, page_ids, axis=1, out=into, mode="clip")  # any other mode copies twice
-            return 0
-        picked = pages.take(page_ids, axis=1)  # `out` may be written to before its digest is taken
-        into[:] = picked
-        return chunk_digest(torch.from_numpy(picked.view(np.uint8)), pages_RPN.shape[2], seed)
-
-    def scatter(
-        self,
-        pages_RPN: torch.Tensor,
-        rows: range,
-        page_ids: Sequence[int],
-        src: torch.Tensor,
-        seed: int | None = None,
-    ) -> int:
-        """Copy the contiguous `src` into pages."""
-        pages, source = _as_pages(pages_RPN, rows, page_ids, src)
-        pages[:, page_ids] = source
-        if seed is None:
-            return 0
-        written = pages.take(page_ids, axis=1).view(np.uint8)
-        return chunk_digest(torch.from_numpy(written), pages_RPN.shape[2], seed)
-
-
 class TorchPageMover:
-    """For pages in device memory. The other tensor of a copy is on the same device, or in pinned host memory.
+    """Runs on every machine, and is the slow twin of the others. Without `streams`, pages are in host memory.
 
-    A copy runs on the stream of the calling thread, which waits for it, also when the copy raises half-way: then its
-    pages and its slot go to others. Without `streams`, pages are in host memory.
+    Else they are in device memory, and the other tensor of a copy is on the same device, or in pinned host memory. A
+    copy runs on the stream of the calling thread, which waits for it, also when the copy raises half-way: then its
+    pages and its slot go to others.
     """
 
     name = "torch"
@@ -154,21 +111,7 @@ def _as_words(pages_RPN: torch.Tensor) -> torch.Tensor:
 
 
 def _ids(page_ids: Sequence[int], pages_RPN: torch.Tensor) -> torch.Tensor:
-    _check(page_ids, pages_RPN.shape[1])
-    return torch.tensor(page_ids, dtype=torch.int64).to(pages_RPN.device)
-
-
-def _check(page_ids: Sequence[int], num_pages: int) -> None:
+    num_pages = pages_RPN.shape[1]
     if not all(0 <= page < num_pages for page in page_ids):
         raise IndexError(f"of pages {page_ids} one is not of these {num_pages}")
-
-
-def _as_pages(
-    pages_RPN: torch.Tensor, rows: range, page_ids: Sequence[int], slot: torch.Tensor
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
-    """Views of the pool and of the slot whose items are whole pages."""
-    _, num_pages, page_nbytes = pages_RPN.shape
-    _check(page_ids, num_pages)
-    page = np.dtype((np.void, page_nbytes))
-    pages = pages_RPN.numpy()[rows.start : rows.stop].view(page)[:, :, 0]
-    return pages, slot.view(-1).numpy().view(page).reshape(len(rows), len(page_ids))
+    return torch.tensor(page_ids, dtype=torch.int64).to(pages_RPN.device)

@@ -10,7 +10,7 @@ import torch
 
 from shared.device_streams import CudaStreams, GatherUnderWay
 from shared.host_memory import new_host_buffer
-from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
+from shared.kvcache.page_mover import PageMover, TorchPageMover
 from shared.protocol.messages import SCALE_NBYTES
 
 
@@ -88,9 +88,7 @@ class TokenToKVPool:
             self.buffer_LSNHPD = torch.zeros(shape, dtype=dtype, device=device)
         self.page_nbytes = num_kv_heads * page_size * row_size * dtype.itemsize
         """Bytes of one page of one layer, of K or of V alone."""
-        if mover is None:
-            mover = NumpyPageMover() if device.type == "cpu" else TorchPageMover(CudaStreams(device))
-        self.mover = mover
+        self.mover = mover or TorchPageMover(None if device.type == "cpu" else CudaStreams(device))
         self._pages_RPN = (
             self.buffer_LSNHPD.view(-1).view(torch.uint8).view(num_layers * 2, num_pages, self.page_nbytes)
         )

@@ -9,7 +9,7 @@ from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.allocator import PageCopy
 from shared.kvcache.host_pool import make_host_pool
-from shared.kvcache.page_mover import NumpyPageMover, PageMover, TorchPageMover
+from shared.kvcache.page_mover import PageMover, TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import WindowedKVPool
 from shared.protocol.messages import kv_row_nbytes
@@ -23,10 +23,8 @@ POOLS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["numpy", "torch", "native"])
+@pytest.fixture(scope="module", params=["torch", "native"])
 def mover(request: pytest.FixtureRequest) -> PageMover:
-    if request.param == "numpy":
-        return NumpyPageMover()
     if request.param == "torch":
         return TorchPageMover()
     try:

@@ -8,7 +8,7 @@ from shared.kernels.cpu.pages import NativePageMover
 
 
 def main() -> None:
-    """Print the path of each library, or why there is none. Both exit with 0, since torch and numpy work instead."""
+    """Print the path of each library, or why there is none. Both exit with 0, since torch works instead."""
     try:
         print(f"native CPU kernels: {load_library()._name}")
     except NativeUnavailable as reason:
@@ -16,7 +16,7 @@ def main() -> None:
     try:
         NativePageMover()
     except NativeUnavailable as reason:
-        print(f"no native page mover, numpy copies: {reason}")
+        print(f"no native page mover, torch copies: {reason}")
 
 
 if __name__ == "__main__":

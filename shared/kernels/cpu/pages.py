@@ -1,4 +1,4 @@
-"""Native gather and scatter of KV pages in host memory, without the GIL. `NumpyPageMover` is the slow twin."""
+"""Native gather and scatter of KV pages in host memory, without the GIL. `TorchPageMover` is the slow twin."""
 
 from __future__ import annotations
 

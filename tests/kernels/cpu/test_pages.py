@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared.kernels.cpu.build import NativeUnavailable
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.page_digest import chunk_digest
-from shared.kvcache.page_mover import NumpyPageMover, TorchPageMover
+from shared.kvcache.page_mover import TorchPageMover
 
 SHAPES = [  # rows, pages, bytes of a page, distance of the first page from a multiple of 64
     (1, 5, 64, 0),
@@ -62,7 +62,7 @@ def test_all_movers_agree(native: NativePageMover, shape: tuple[int, int, int, i
     pages_RPN = random_bytes((*RPN,), offset)
     before = pages_RPN.clone()
     expected = pages_RPN[rows.start :, ids].flatten()
-    for mover in (native, NumpyPageMover(), TorchPageMover()):
+    for mover in (native, TorchPageMover()):
         for seed in (None, SEED):
             out = torch.zeros(len(rows) * len(ids) * RPN[2], dtype=torch.uint8)
             digest = mover.gather(pages_RPN, rows, ids, out, seed)
@@ -72,7 +72,7 @@ def test_all_movers_agree(native: NativePageMover, shape: tuple[int, int, int, i
 
     src = random_bytes((len(rows), len(ids), RPN[2]))
     before[rows.start :, ids] = src
-    for mover in (native, NumpyPageMover(), TorchPageMover()):
+    for mover in (native, TorchPageMover()):
         for seed in (None, SEED):
             into = random_bytes((*RPN,), offset)
             digest = mover.scatter(into, rows, ids, src, seed)
@@ -113,7 +113,7 @@ def test_a_page_that_is_not_there_is_an_error_and_nothing_is_copied(
 ) -> None:
     pages_RPN, slot = random_bytes((2, 5, 64)), torch.zeros((2, 2, 64), dtype=torch.uint8)
     before = pages_RPN.clone()
-    for mover in (native, NumpyPageMover(), TorchPageMover()):
+    for mover in (native, TorchPageMover()):
         with pytest.raises(IndexError):
             mover.gather(pages_RPN, range(2), [1, no_page], slot)
         with pytest.raises(IndexError):

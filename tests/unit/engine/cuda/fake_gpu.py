@@ -11,7 +11,7 @@ import torch
 from shared.engine.device_share import BoundModel
 from shared.engine.engine_shape import EngineShape
 from shared.engine.model_worker_batch import ModelWorkerBatch
-from shared.kvcache.page_mover import NumpyPageMover
+from shared.kvcache.page_mover import TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
 from shared.protocol.logprobs import Logprobs
 from shared.scheduling.commit import Sampled
@@ -76,10 +76,11 @@ class FakeBackend:
     has_threads = False
 
 
-class RecordingMover(NumpyPageMover):
+class RecordingMover(TorchPageMover):
     """Keeps the rows of gathers and scatters."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gathered: list[range] = []
         self.scattered: list[range] = []
 
