@@ -282,8 +282,6 @@ def make_grammar_backend(name: str, folder: Path, model: ModelConfig) -> Callabl
     """What makes the backend `name` for the model in `folder`, when the first grammar comes."""
 
     def load_xgrammar() -> GrammarBackend:
-        if not (folder / "tokenizer.json").is_file():
-            raise RequestError("this node follows no grammars: its model folder has no tokenizer.json")
         from shared.grammar.xgrammar_backend import XGrammarBackend  # a second, and only grammars need it
 
         return XGrammarBackend.load(folder, model.vocab_size, model.eos_token_ids)

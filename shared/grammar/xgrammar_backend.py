@@ -180,7 +180,7 @@ class XGrammarBackend:
         """Make the backend of the model in `folder`. Raises RequestError where the folder has no tokenizer.json."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise RequestError("this model has no tokenizer.json, so grammars cannot be followed", status=400)
+            raise RequestError("this node follows no grammars: its model folder has no tokenizer.json")
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
         info = tokenizer_info(tokenizer, vocab_size, eos_token_ids)
         added = tokenizer.get_added_tokens_decoder().items()
