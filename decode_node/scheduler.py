@@ -33,7 +33,7 @@ from shared.errors import RequestError, TransferError
 from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.queues import evict_corrupt, take_over
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.protocol.messages import Cancel, Decode, Lend, Load, Move, NodeRef, ReqKey
+from shared.protocol.messages import Cancel, Decode, Lend, Load, Move, Moved, NodeRef, NotCached, ReqKey
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -129,7 +129,7 @@ class DecodeScheduler:
                 self._ledger.peek_prefix(req.matchable_ids, req.extra_key).num_pages * self._ledger.page_size
             )
             if len(req.ids) - num_cached > limit:
-                self._router_port.not_cached(req.key)
+                self._router_port.say(NotCached(req.key))
                 return
         self.reqs.add(req)
         enqueue = partial(self._enqueue, req, message.prefill, message.moving)
@@ -190,7 +190,7 @@ class DecodeScheduler:
         if req.finish is not None:  # it ended while its pages were read
             self.reqs.release(req)
         elif ended.ok:
-            self._router_port.moved(req.key)
+            self._router_port.say(Moved(req.key))
             req.evict_first = True
             self.reqs.end(req.key, "moved to another node")
         elif ended.corrupt:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from shared import log
 from shared.engine.req_table import ReqTable
+from shared.protocol.messages import RunsAlone
 from shared.protocol.router_port import RouterPort
 from shared.scheduling.req import Req
 from shared.timeline import Clock
@@ -68,7 +69,7 @@ class Trial:
                     self._reqs.end(other.key, HANDED_BACK)
         if not self._others(self._req):
             self._begins_at = self._clock() + LEAVE_S
-            self._router_port.runs_alone(self._req.key)
+            self._router_port.say(RunsAlone(self._req.key))
 
     def _others(self, req: Req) -> list[Req]:
         return [other for other in self._reqs.values() if other is not req]

@@ -194,9 +194,10 @@ class RouterPort:
         self.flush()
         self._outbox.send(key.router, Failed(key, 503, reason, handed_back=True))
 
-    def runs_alone(self, key: ReqKey) -> None:
-        """Tell the request's router that this node holds no other one."""
-        self._outbox.send(key.router, RunsAlone(key))
+    def say(self, message: NotCached | Moved | RunsAlone) -> None:
+        """Tell the router of a request what has become of it, behind the tokens that it has had."""
+        self.flush()
+        self._outbox.send(message.key.router, message)
 
     def flush(self) -> None:
         """Send the tokens of this step, one message to each router."""
@@ -212,10 +213,6 @@ class RouterPort:
         self._unreachable = set(load.unreachable)
         for router in list(self._last_heard):
             self._outbox.send(router, Pong(0, load, self._cache_seq))
-
-    def not_cached(self, key: ReqKey) -> None:
-        """Tell the request's router that too little of the prompt is cached here."""
-        self._outbox.send(key.router, NotCached(key))
 
     @property
     def is_draining(self) -> bool:
@@ -233,11 +230,6 @@ class RouterPort:
             by_router.setdefault(key.router, []).append(key)
         for router, of_router in by_router.items():
             self._outbox.send(router, MoveWanted(tuple(of_router)))
-
-    def moved(self, key: ReqKey) -> None:
-        """Tell the request's router that another node has all of it, after the tokens that this one has sent."""
-        self.flush()
-        self._outbox.send(key.router, Moved(key))
 
     def tell_all(self, events: CacheEvents) -> None:
         """Send events to every router that follows them."""
