@@ -70,7 +70,7 @@ class RunAhead:
         num_tokens = self._waiting.pop(req, 0)
         if num_tokens:
             num_left = self._num_ahead(req) * self._ledger.page_size
-            self._vitals.count_ahead(0, num_evicted=max(num_tokens - num_left, 0))
+            self._vitals.num_ahead_evicted_tokens += max(num_tokens - num_left, 0)
         self._cached.forget(req)
 
     def remove(self, req: Req) -> None:
@@ -114,7 +114,7 @@ class RunAhead:
             req.ahead_s += seconds
             if req in self._waiting:
                 self._waiting[req] += num_tokens
-            self._vitals.count_ahead(num_tokens, num_evicted=0)
+            self._vitals.num_ahead_tokens += num_tokens
         if chunk in outcome.finished:
             outcome.finished.remove(chunk)
             self._end_chunk()

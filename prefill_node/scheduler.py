@@ -107,7 +107,7 @@ class PrefillScheduler:
             match event:
                 case Received():
                     self._vitals.count_transfer(event.nbytes, event.seconds)
-                    self._vitals.count_fetched(self.fetches.received(event))
+                    self._vitals.num_fetched_tokens += self.fetches.received(event)
                 case ReceiveFailed():
                     self.fetches.failed(event)
         for sent in self._sender.poll():

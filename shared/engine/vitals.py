@@ -73,15 +73,6 @@ class Vitals:
         if ok and nbytes >= MIN_MEASURED_NBYTES:
             self._transfer_rate.observe(nbytes, seconds)
 
-    def count_fetched(self, num_tokens: int) -> None:
-        """Count prompt tokens whose KV another node has lent."""
-        self.num_fetched_tokens += num_tokens
-
-    def count_ahead(self, num_tokens: int, *, num_evicted: int) -> None:
-        """Count prompt tokens computed ahead of a reservation, and those evicted before the request had its own."""
-        self.num_ahead_tokens += num_tokens
-        self.num_ahead_evicted_tokens += num_evicted
-
     def prefill_s(self, num_tokens: int) -> float:
         """How long this node usually takes to compute so many prompt tokens."""
         return num_tokens / self._prefill_rate.per_second
