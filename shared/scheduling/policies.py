@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -18,22 +19,15 @@ if TYPE_CHECKING:
 SortKey: TypeAlias = "Callable[[Req], Any]"
 
 
+@dataclass(frozen=True, slots=True)
 class Round:
     """What the policies look at in one scheduling decision. `waiting` is in order of arrival."""
 
-    def __init__(
-        self,
-        waiting: Sequence[Req],
-        running: Sequence[Req],
-        being_computed: Sequence[Req],
-        cached: CachedPrefixes,
-        rng: random.Random,
-    ) -> None:
-        self.waiting = waiting
-        self.running = running
-        self.being_computed = being_computed
-        self.cached = cached
-        self.rng = rng
+    waiting: Sequence[Req]
+    running: Sequence[Req]
+    being_computed: Sequence[Req]
+    cached: CachedPrefixes
+    rng: random.Random
 
 
 def fcfs(round_: Round) -> SortKey:
