@@ -203,13 +203,8 @@ def _logprobs(
     )
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) only."""
-    return float(uniforms([seed], [position])[0])
-
-
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """`uniform` of each pair, float64: two rounds of SplitMix64 (Steele et al. 2014)."""
+    """A number in [0, 1) for each pair, which depends on that only: two rounds of SplitMix64 (Steele et al. 2014)."""
     x = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     x = _mix(x + np.uint64(0x9E3779B97F4A7C15))
     x = _mix(x ^ ((np.array(positions, dtype=np.uint64) + np.uint64(1)) * np.uint64(0xD1B54A32D192ED03)))

@@ -20,7 +20,6 @@ import triton.language as tl
 
 from shared.device_streams import CudaStreams, DeviceStreams, GatherUnderWay, StreamEvent
 
-_LANES = tl.constexpr(8)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
-from shared.engine.collect_sampling import uniform
+from shared.engine.collect_sampling import uniforms
 from shared.engine.forward_stream import CudaForwardStream
 from shared.engine.input_block import InputBlock
 from shared.kvcache import page_digest
@@ -254,7 +254,7 @@ def _reference_tokens(ids: list[int], params: SamplingParams) -> list[int]:
     """What any order of streams must produce. Every second request samples, which takes parameters to the device."""
     ids, num_input_ids = list(ids), len(ids)
     for position in range(params.max_new_tokens):
-        drawn = next_token(ids), params.temperature, uniform(params.seed, position)
+        drawn = next_token(ids), params.temperature, float(uniforms([params.seed], [position])[0])
         ids.append(int(drawn_token(*map(torch.tensor, drawn))))
     return ids[num_input_ids:]
 

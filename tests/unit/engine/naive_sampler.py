@@ -6,8 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shared.engine.collect_sampling import uniform
+from shared.engine.collect_sampling import uniforms
 from shared.protocol.sampling_params import SamplingParams
+
+
+def uniform(seed: int, position: int) -> float:
+    """That of one pair."""
+    return float(uniforms([seed], [position])[0])
 
 
 def naive_penalize(

@@ -10,7 +10,6 @@ import torch
 
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
-from shared.engine.collect_sampling import uniform
 from shared.engine.model_worker_batch import snapshot
 from shared.engine.sampler import _filter, sample
 from shared.engine.sampling_inputs import SamplingInputs
@@ -19,7 +18,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.plan import ScheduleBatch, schedule
 from shared.scheduling.req import Req
 from shared.timeline import Timeline
-from tests.unit.engine.naive_sampler import naive_probs, naive_sample
+from tests.unit.engine.naive_sampler import naive_probs, naive_sample, uniform
 
 GOLDEN_UNIFORMS = [0.572181483697937, 0.5706194883051111, 0.6871007905211134, 0.4693558033836266]
 V = 50
