@@ -1,7 +1,6 @@
 """Builds C++ into a shared library, once for each version of the sources, the compiler and the CPU.
 
-Libraries are cached in `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`. Each use of a library
-updates its time. A library that was not used for 30 days is removed when another version of it is built.
+Libraries are cached in `$BATON_CACHE_DIR`, else `$XDG_CACHE_HOME/baton`, else `~/.cache/baton`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -30,7 +27,6 @@ FLAGS = (
 """Without `-ffp-contract=off` a compiler chooses which products and sums are rounded once."""
 
 _COMPILE_TIMEOUT_S = 300
-_UNUSED_S = 30 * 24 * 3600.0
 
 
 class NativeUnavailable(Exception):
@@ -50,17 +46,7 @@ def open_library(
     on_build: Callable[[], None] = do_nothing,
 ) -> ctypes.CDLL:
     """Build a library with `build_library`, and load it. Raises NativeUnavailable."""
-    build = partial(build_library, name, sources, headers, flags=flags, on_build=on_build)
-    path = build()
-    try:
-        return _load(path)
-    except NativeUnavailable:
-        if path.exists():
-            raise
-    return _load(build())  # another process has just removed it as unused
-
-
-def _load(path: Path) -> ctypes.CDLL:
+    path = build_library(name, sources, headers, flags=flags, on_build=on_build)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:  # the cache is mounted noexec, or a crash truncated the file
@@ -89,16 +75,15 @@ def build_library(
             compiler = find_compiler()
         except NativeUnavailable:
             if built := sorted(folder.glob(f"{stem}-*.so")):  # a container image without its compiler
-                return _mark_used(built[0])
+                return built[0]
             raise
         folder.mkdir(parents=True, exist_ok=True)
         library = folder / f"{stem}-{_version_of(compiler)}.so"
         if library.exists():
-            return _mark_used(library)
+            return library
         on_build()
         with _locked(folder / f"{name}.lock"):
             if not library.exists():
-                _remove_unused(folder, name)
                 _build(compiler, all_flags, sources, library)
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"the native kernels cannot be built: {error}") from error
@@ -161,25 +146,6 @@ def _version_of(compiler: str) -> str:
         [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
     )
     return xxhash.xxh3_64_hexdigest(compiler.encode() + b"\0" + words.stdout)
-
-
-def _mark_used(library: Path) -> Path:
-    with suppress(OSError):  # this user may only read the cache
-        os.utime(library)
-    return library
-
-
-def _remove_unused(folder: Path, name: str) -> None:
-    """Remove versions of a library that were not used for 30 days. A process keeps a version that it has loaded.
-
-    In a cache of several users, the versions of other users stay. A user that may only read the cache cannot mark a
-    version as used. Such a version is removed after 30 days even if it is used, and then built again.
-    """
-    for library in folder.glob(f"{name}-*.so"):
-        with suppress(OSError):
-            if time.time() - library.stat().st_mtime > _UNUSED_S:
-                library.unlink()
-                log.event("removed_unused_kernels", library=library.name)
 
 
 @contextmanager

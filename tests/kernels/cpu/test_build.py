@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -107,47 +104,6 @@ def test_without_a_compiler_what_was_built_before_is_found(
     compiler.header.write_text("#pragma twice")
     with pytest.raises(NativeUnavailable, match="compiler"):
         compiler.build()
-
-
-def test_versions_that_nobody_uses_go_when_another_is_built(
-    compiler: Compiler, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="baton")
-    used, unused = compiler.build("-DUSED"), compiler.build("-DUNUSED")
-    other = build_library("other", [compiler.source])
-    long_ago = time.time() - 31 * 24 * 3600
-    for library in (used, unused, other):
-        os.utime(library, (long_ago, long_ago))
-    assert compiler.build("-DUSED") == used and unused.exists()
-    new = compiler.build()
-    assert [library.exists() for library in (new, used, unused, other)] == [True, True, False, True]
-    assert f"removed_unused_kernels library={unused.name}" in caplog.text
-
-
-def test_an_unused_library_that_cannot_be_removed_is_no_reason_not_to_build(compiler: Compiler) -> None:
-    """Another user's, in a cache that several fill; here a folder, which nobody can unlink."""
-    stuck = compiler.build().parent / "one-0123456789abcdef-0.so"
-    stuck.mkdir()
-    os.utime(stuck, (0, 0))
-    assert compiler.build("-DANOTHER").exists() and stuck.exists()
-
-
-def test_one_that_goes_before_it_is_loaded_is_built_again(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when another process removes it at that very moment."""
-    removed: list[str] = []
-
-    def load(path: str) -> str:
-        if not removed:
-            Path(path).unlink()
-            removed.append(path)
-            raise OSError("no such file")
-        return path
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert open_library("one", [compiler.source], [compiler.header]) == removed[0]
-    assert compiler.num_libraries() == 2
 
 
 def test_a_compiler_that_is_not_there_is_said(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
