@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
@@ -41,7 +41,7 @@ class Pending(Protocol[T_co]):
 
 
 GenerationBatchResult = Pending[Sampled]
-"""A forward that was told to sample; `wait` returns at `copy_done`, when what was sampled is on the host."""
+"""A forward that was told to sample; `wait` returns when what it drew is on the host (SGLang's copy_done)."""
 CopyResult = Pending[float]
 """A copy between device and host; `wait` returns the seconds that the copy took on the stream."""
 Fence = Pending[None]
@@ -186,40 +186,16 @@ def _stay_on(cores: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CudaResult:
-    """A forward that samples on the CUDA stream; `copy_done` follows the copy to the host."""
+class CudaPending(Generic[T]):
+    """Work of the CUDA stream, and what makes its result on the host once it is done."""
 
-    on_host: SampledTensors
-    copy_done: StreamEvent
-
-    def wait(self) -> Sampled:
-        """Block until `copy_done`."""
-        self.copy_done.synchronize()
-        return self.on_host.as_values()
-
-
-@dataclass(frozen=True, slots=True)
-class CudaCopyResult:
-    """A copy between two events of the CUDA stream."""
-
-    started: StreamEvent
     done: StreamEvent
+    result: Callable[[], T]
 
-    def wait(self) -> float:
-        """Block until the copy is done, and return its seconds."""
+    def wait(self) -> T:
+        """Block until the stream has come to `done`."""
         self.done.synchronize()
-        return self.done.seconds_since(self.started)
-
-
-@dataclass(frozen=True, slots=True)
-class CudaFence:
-    """An event of the CUDA stream."""
-
-    reached: StreamEvent
-
-    def wait(self) -> None:
-        """Block until the stream has come to the event."""
-        self.reached.synchronize()
+        return self.result()
 
 
 class CudaForwardStream:
@@ -235,23 +211,26 @@ class CudaForwardStream:
         with self._stream.use():
             return self._runner.forward(batch)
 
-    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> CudaResult:
+    def sample(
+        self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None
+    ) -> CudaPending[Sampled]:
         """Queue the kernels of its sampling, and the copy of what they draw to pinned memory."""
         with self._stream.use():
-            on_host = self._runner.sample(forwarded, vocab_mask).map(_start_copy_to_host)
-        return CudaResult(on_host, self._stream.record())
+            on_host: SampledTensors = self._runner.sample(forwarded, vocab_mask).map(_start_copy_to_host)
+        return CudaPending(self._stream.record(), on_host.as_values)
 
-    def copy(self, pages: PageCopy) -> CudaCopyResult:
+    def copy(self, pages: PageCopy) -> CudaPending[float]:
         """Queue a copy between two events."""
         assert self._host_pool is not None, "no host pages, no copies"
         started = self._stream.record(timed=True)
         with self._stream.use():
             self._host_pool.copy(pages)
-        return CudaCopyResult(started, self._stream.record(timed=True))
+        done = self._stream.record(timed=True)
+        return CudaPending(done, lambda: done.seconds_since(started))
 
-    def fence(self) -> CudaFence:
+    def fence(self) -> CudaPending[None]:
         """An event recorded now."""
-        return CudaFence(self._stream.record())
+        return CudaPending(self._stream.record(), lambda: None)
 
     def close(self) -> None:
         """Wait for the stream, and close the runner."""

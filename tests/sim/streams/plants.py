@@ -11,12 +11,7 @@ import numpy as np
 import torch
 
 from shared.device_streams import DeviceStreams, StreamEvent
-from shared.engine.forward_stream import (
-    CudaCopyResult,
-    CudaFence,
-    CudaForwardStream,
-    CudaResult,
-)
+from shared.engine.forward_stream import CudaForwardStream, CudaPending
 from shared.engine.input_block import InputBlock
 from shared.engine.model_runner import Forwarded, ModelRunner
 from shared.engine.sampling_inputs import VocabMask
@@ -28,6 +23,7 @@ from shared.kvcache.page_digest import chunk_digest
 from shared.kvcache.page_mover import TorchPageMover
 from shared.kvtransfer.link import Arrival, Link, LinkSpec, Op
 from shared.kvtransfer.staging import Slot
+from shared.scheduling.commit import Sampled
 from tests.fake_link import FakeLinkFactory
 from tests.sim.streams.device import FakeGpu
 from tests.sim.streams.engine import copy_pages
@@ -46,8 +42,8 @@ class Passed:
 class FenceThatIsOpen(CudaForwardStream):
     """What a launch had queued before it raised is not waited for: its epoch retires too early."""
 
-    def fence(self) -> CudaFence:
-        return CudaFence(Passed())
+    def fence(self) -> CudaPending[None]:
+        return CudaPending(Passed(), lambda: None)
 
 
 class AllocatorWithoutEpochs(PageAllocator):
@@ -60,9 +56,11 @@ class AllocatorWithoutEpochs(PageAllocator):
 class ChunksWithoutEvent(CudaForwardStream):
     """A forward that samples nothing counts as done when it is launched, so its pages are gathered too early."""
 
-    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> CudaResult:
+    def sample(
+        self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None
+    ) -> CudaPending[Sampled]:
         result = super().sample(forwarded, vocab_mask)
-        return result if forwarded.logits_SV is not None else replace(result, copy_done=Passed())
+        return result if forwarded.logits_SV is not None else replace(result, done=Passed())
 
 
 class OneHostBlock(InputBlock):
@@ -167,11 +165,12 @@ class MoverThatRunsOn(TorchPageMover):
 class CopiesOnDefaultStream(CudaForwardStream):
     """The KV of retracted requests is copied on the stream of the calling thread, which is the default stream."""
 
-    def copy(self, pages: PageCopy) -> CudaCopyResult:
+    def copy(self, pages: PageCopy) -> CudaPending[float]:
         assert self._host_pool is not None
         started = self._stream.record(timed=True)
         self._host_pool.copy(pages)
-        return CudaCopyResult(started, self._stream.record(timed=True))
+        done = self._stream.record(timed=True)
+        return CudaPending(done, lambda: done.seconds_since(started))
 
 
 class ResultsOnSideStream(CudaForwardStream):
@@ -181,13 +180,15 @@ class ResultsOnSideStream(CudaForwardStream):
         super().__init__(runner, host_pool, streams)
         self._side = streams.new()
 
-    def sample(self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None) -> CudaResult:
+    def sample(
+        self, forwarded: Forwarded, vocab_mask: VocabMask[np.ndarray] | None = None
+    ) -> CudaPending[Sampled]:
         with self._stream.use():
             sampled = self._runner.sample(forwarded, vocab_mask)
         self._side.wait(self._stream.record())
         with self._side.use():
             on_host = sampled.map(lambda tensor: tensor.to("cpu", non_blocking=True))
-        return CudaResult(on_host, self._side.record())
+        return CudaPending(self._side.record(), on_host.as_values)
 
 
 class LinksAbortedLate(FakeLinkFactory):
