@@ -33,7 +33,18 @@ from shared.errors import RequestError, TransferError
 from shared.kvtransfer.lending import Lending
 from shared.kvtransfer.queues import evict_corrupt, take_over
 from shared.kvtransfer.states import Received, ReceiveFailed, SendEnded
-from shared.protocol.messages import Cancel, Decode, Lend, Load, Move, Moved, NodeRef, NotCached, ReqKey
+from shared.protocol.messages import (
+    Cancel,
+    Decode,
+    Lend,
+    Load,
+    Move,
+    Moved,
+    NodeRef,
+    NotCached,
+    ReqKey,
+    TokenEntry,
+)
 from shared.protocol.transfer_messages import Ready
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.commit import Outcome
@@ -166,15 +177,10 @@ class DecodeScheduler:
         req.timeline.move_to(ReqStage.DECODING)
         self.batcher.admit_prefilled(req)
         handoff = received.handoff
-        self._router_port.say_token(
-            req.key,
-            len(req.work.output_ids),
-            handoff.token_ids,
-            None,
-            req.report(),  # the stamps so far; the finish brings the others
-            handoff.logprobs,
-            handoff.input_logprobs,
-        )
+        report = req.report()  # the stamps so far; the finish brings the others
+        logprobs = handoff.logprobs, handoff.input_logprobs
+        at = len(req.work.output_ids)
+        self._router_port.say_tokens(TokenEntry(req.key, at, handoff.token_ids, None, report, *logprobs))
 
     def _receive_failed(self, failed: ReceiveFailed) -> None:
         req = self.transfer_queue.pop(failed.key)

@@ -24,6 +24,7 @@ from shared.protocol.messages import (
     StartProfile,
     Stop,
     StopProfile,
+    TokenEntry,
 )
 from shared.protocol.router_port import FromRouter
 from shared.scheduling.batcher import Batcher
@@ -102,15 +103,10 @@ class RouterDesk:
 
     def say_tokens(self, req: Req, token_ids: tuple[int, ...], *, with_report: bool = True) -> None:
         """Tell the router of `req` its newest tokens, if there are any, and that it has finished, if it has."""
-        self._router_port.say_token(
-            req.key,
-            req.output_len - len(token_ids),
-            token_ids,
-            req.finish,
-            req.report() if with_report else None,
-            req.last_logprobs,
-            req.input_logprobs,
-        )
+        report = req.report() if with_report else None
+        logprobs = req.last_logprobs, req.input_logprobs
+        at = req.output_len - len(token_ids)
+        self._router_port.say_tokens(TokenEntry(req.key, at, token_ids, req.finish, report, *logprobs))
 
     def fail(self, plan: Plan, outcome: Outcome) -> None:
         """End the requests that a turn found unable to go on, and tell their routers why."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shared import log
-from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import (
     Answered,
     CacheEvents,
@@ -16,7 +15,6 @@ from shared.protocol.messages import (
     Drain,
     Drained,
     Failed,
-    Finish,
     Leaving,
     Lend,
     Load,
@@ -32,7 +30,6 @@ from shared.protocol.messages import (
     Refused,
     Relay,
     ReqKey,
-    ReqReport,
     Role,
     RouterHello,
     RouterToNode,
@@ -164,19 +161,9 @@ class RouterPort:
             self._dispatched.popitem(last=False)
         return True
 
-    def say_token(
-        self,
-        key: ReqKey,
-        position: int,
-        token_ids: tuple[int, ...],
-        finish: Finish | None,
-        report: ReqReport | None,
-        logprobs: Logprobs | None = None,
-        input_logprobs: Logprobs | None = None,
-    ) -> None:
-        """Queue tokens for the request's router; `flush` sends them."""
-        entry = TokenEntry(key, position, token_ids, finish, report, logprobs, input_logprobs)
-        self._entries.setdefault(key.router, []).append(entry)
+    def say_tokens(self, entry: TokenEntry) -> None:
+        """Queue tokens for the router of their request; `flush` sends them."""
+        self._entries.setdefault(entry.key.router, []).append(entry)
 
     def fail(
         self, key: ReqKey, status: int, message: str, param: str | None = None, blames: str = ""

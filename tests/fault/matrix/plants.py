@@ -22,7 +22,7 @@ from shared.kvcache.ledger import ReqKV
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
 from shared.kvtransfer.layout import Chunk
-from shared.protocol.messages import Cancel, Decode, Prefill, ReqKey
+from shared.protocol.messages import Cancel, Decode, Prefill, ReqKey, TokenEntry
 from shared.protocol.router_port import FromRouter
 from shared.protocol.transfer_messages import Handoff
 from shared.timeline import Role
@@ -306,12 +306,12 @@ def window_page_freed_early(parts: NodeParts, is_active: IsActive) -> None:
 
 def token_sent_twice(parts: NodeParts, is_active: IsActive) -> None:
     """Each token is told as two."""
-    say_token = parts.router_port.say_token
+    say_tokens = parts.router_port.say_tokens
 
-    def faulty(key: ReqKey, position: int, token_ids: tuple[int, ...], *rest: Any) -> None:
-        say_token(key, position, token_ids * 2 if is_active() else token_ids, *rest)
+    def faulty(entry: TokenEntry) -> None:
+        say_tokens(msgspec.structs.replace(entry, token_ids=entry.token_ids * 2) if is_active() else entry)
 
-    hold(parts.router_port, "say_token", faulty)
+    hold(parts.router_port, "say_tokens", faulty)
 
 
 _P, _D = (Role.PREFILL,), (Role.DECODE,)

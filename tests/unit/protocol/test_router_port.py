@@ -185,9 +185,9 @@ def test_requests_wait_for_the_scheduler_in_order_and_wake_it(rig: Rig) -> None:
 
 def test_the_tokens_of_a_step_are_one_message_to_each_router(rig: Rig) -> None:
     report = ReqReport(cached_tokens=4)
-    rig.port.say_token(key("a"), 0, (5,), None, report)
-    rig.port.say_token(key("b", "two"), 7, (6,), None, None)
-    rig.port.say_token(key("c"), 2, (), Finish("length"), None)
+    rig.port.say_tokens(TokenEntry(key("a"), 0, (5,), None, report))
+    rig.port.say_tokens(TokenEntry(key("b", "two"), 7, (6,)))
+    rig.port.say_tokens(TokenEntry(key("c"), 2, (), Finish("length")))
     assert rig.outbox.take() == [], "nothing leaves before the flush"
     rig.port.flush()
     assert rig.outbox.take() == [
@@ -213,7 +213,7 @@ def test_a_failure_is_sent_whatever_it_quotes(rig: Rig) -> None:
 
 
 def test_a_failure_follows_the_tokens_before_it(rig: Rig) -> None:
-    rig.port.say_token(key("a"), 0, (5,), None, None)
+    rig.port.say_tokens(TokenEntry(key("a"), 0, (5,)))
     rig.port.fail(key("a"), 503, "the pages are corrupt", blames="p0#1")
     first, second = rig.outbox.take()
     assert first == ("one", Tokens((TokenEntry(key("a"), 0, (5,)),)))
@@ -272,7 +272,7 @@ def test_every_router_is_told_that_the_node_leaves(rig: Rig) -> None:
         rig.port.on_message(router, Ping(2))
     rig.port.take_silent(10)
     rig.outbox.take()
-    rig.port.say_token(key("a"), 0, (5,), None, None)
+    rig.port.say_tokens(TokenEntry(key("a"), 0, (5,)))
     rig.port.leave("maintenance")
     assert rig.outbox.take() == [
         ("one", Tokens((TokenEntry(key("a"), 0, (5,)),))),
