@@ -23,20 +23,6 @@ MAX_CHUNK_BYTES = 32 << 20
 """Most device memory that one copy on a GPU allocates. Requests are retracted when that memory is scarce."""
 
 
-class WholePages(Protocol):
-    """The methods of a KV pool that `CpuHostKVPool` calls."""
-
-    def gather(self, page_ids: Sequence[int], first_layer: int, num_layers: int, out: torch.Tensor) -> object:
-        """Copy pages into the uint8 tensor `out`, layer-major, K before V."""
-        ...
-
-    def scatter(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor
-    ) -> object:
-        """Copy the uint8 tensor `src`, laid out as by `gather`, into pages."""
-        ...
-
-
 class HostKVPool(Protocol):
     """Host memory that KV pages are copied to."""
 
@@ -50,21 +36,21 @@ class CpuHostKVPool:
 
     def __init__(
         self,
-        pages: WholePages,
+        pool: AnyKVPool,
         num_layers: int,
         num_host_pages: int,
         page_nbytes: int,
         num_window_layers: int = 0,
     ) -> None:
         """The last `num_window_layers` of `num_layers` are those of window pages."""
-        self._pages = pages
+        self._pool = pool
         self._num_full, self._num_windows = num_layers - num_window_layers, num_window_layers
         self._window_at = page_nbytes // num_layers * self._num_full
         self._host_NB = new_host_buffer(num_host_pages * page_nbytes).view(num_host_pages, page_nbytes)
 
     def copy(self, pages: PageCopy) -> None:
         """Copy pages one by one. The copies are done on return."""
-        move = self._pages.gather if pages.to_host else self._pages.scatter
+        move = self._pool.gather if pages.to_host else self._pool.scatter
         for device_page, host_page in zip(pages.device_pages, pages.host_pages, strict=True):
             if self._num_full:  # else the page is a name alone
                 move([device_page], 0, self._num_full, self._host_NB[host_page, : self._window_at])
