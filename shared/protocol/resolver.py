@@ -9,19 +9,15 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from shared import log
 from shared.errors import LinkError
 
-
-class LookUp(Protocol):
-    """Real: `socket.getaddrinfo`."""
-
-    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
-        """The addresses of a host. Raises OSError, or ValueError for a host that is no name."""
-        ...
+LookUp = Callable[..., list[tuple[Any, ...]]]
+"""`socket.getaddrinfo`: the addresses of a host. It raises OSError, or ValueError for a host that is no name."""
 
 
 class Resolver:
