@@ -209,3 +209,14 @@ def test_the_definition_is_near_the_dense_product() -> None:
         assert error.mean() < 0.02
         if layer.order_K is not None:
             assert (replace(layer, order_K=None).multiply(x_MK) - dense).abs().mean() / dense.std() > 0.5
+
+
+def test_the_definition_adds_up_the_largest_codes_exactly() -> None:
+    """More inputs than float32 adds up exactly: 4096 * 127 * 255 has 27 bits."""
+    generator = torch.Generator().manual_seed(0)
+    codes_NK = torch.randint(200, 256, (7, 4096), generator=generator, dtype=torch.uint8)
+    zeros_NG = torch.zeros(7, 1, dtype=torch.uint8)
+    linear = QuantizedLinear(codes_NK=codes_NK, bits=8, scales_NG=torch.ones(7, 1), zeros_NG=zeros_NG)
+    x_TK = torch.randint(100, 128, (5, 4096), generator=generator)
+    x_TK[:, 0] = 127  # so that the scale is 1 and the codes are x
+    assert torch.equal(linear.multiply(x_TK.float()), (x_TK @ codes_NK.long().T).float())
