@@ -21,19 +21,7 @@ from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.stages import Start
 from router.http.config import DispatchOptions
 from shared.errors import RequestError
-from shared.protocol.messages import (
-    CacheEvents,
-    CacheResync,
-    Failed,
-    Finish,
-    Moved,
-    MoveWanted,
-    NotCached,
-    Role,
-    RunsAlone,
-    Tokens,
-    Work,
-)
+from shared.protocol.messages import Finish, Role, Tokens, Work
 from shared.protocol.sampling_params import SamplingParams
 from shared.timeline import ReqStage
 
@@ -143,7 +131,6 @@ class SimFleet:
                 ttft_limit_s=shape.ttft_limit_s,
                 queue_timeout_s=1e9,
                 stall_timeout_s=1e9,
-                failover_timeout_s=30.0,
             ),
             metrics=_QuietMetrics(lambda: "sim"),
             vocab_size=lambda: VOCAB_SIZE,
@@ -218,25 +205,7 @@ class SimFleet:
 
     def _on_message(self, node: SimNode, message: Any) -> None:
         num_tokens = sum(len(e.token_ids) for e in message.entries) if isinstance(message, Tokens) else 0
-        self._in_turn(num_tokens * self._shape.router.token_s, self._dispatch_message, node, message)
-
-    def _dispatch_message(self, node: SimNode, message: Any) -> None:
-        match message:
-            case Tokens(entries):
-                self.dispatcher.on_tokens(node, entries)
-            case Failed():
-                self.dispatcher.on_failed(node, message)
-            case Moved(key):
-                self.dispatcher.on_moved(node, key)
-            case RunsAlone(key):
-                self.dispatcher.on_runs_alone(node, key)
-            case MoveWanted(keys):
-                self.dispatcher.on_move_wanted(node, keys)
-            case NotCached(key):
-                self.dispatcher.on_not_cached(node, key)
-            case CacheEvents():
-                if not node.prefixes.apply(message):
-                    node.send(CacheResync())
+        self._in_turn(num_tokens * self._shape.router.token_s, self.dispatcher.hear, node, message)
 
     def run(self, until: float = float("inf")) -> None:
         """Until every request has ended and nothing moves any more, or `until`."""

@@ -36,16 +36,24 @@ from router.http.config import DispatchOptions
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (
+    CacheEvents,
+    CacheResync,
     Cancel,
     Decode,
     Failed,
     Lend,
+    Moved,
+    MoveWanted,
+    NodeToRouter,
+    NotCached,
     Prefill,
     ReqKey,
     Role,
+    RunsAlone,
     Source,
     Stop,
     TokenEntry,
+    Tokens,
     Work,
 )
 from shared.timeline import Clock
@@ -197,6 +205,28 @@ class Dispatcher:
         self._end(req, error=RequestError(message, status=408, code="deadline"))
 
     # --------------------------------------------------------------------------------- from the nodes
+    def hear(self, node: Node, message: NodeToRouter) -> bool:
+        """Take what a node says of requests, or of what it caches. False: the message is about something else."""
+        match message:
+            case Tokens(entries):
+                self.on_tokens(node, entries)
+            case Failed():
+                self.on_failed(node, message)
+            case NotCached(key):
+                self.on_not_cached(node, key)
+            case Moved(key):
+                self.on_moved(node, key)
+            case RunsAlone(key):
+                self.on_runs_alone(node, key)
+            case MoveWanted(keys):
+                self.on_move_wanted(node, keys)
+            case CacheEvents():
+                if not node.prefixes.apply(message):
+                    node.send(CacheResync())
+            case _:
+                return False
+        return True
+
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
         """Take the tokens of one step of `node`. Tokens of ended sequences are dropped."""
         now, num_generated = self._clock(), 0

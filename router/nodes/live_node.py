@@ -18,23 +18,16 @@ from shared.log import LimitedWarning
 from shared.protocol.heartbeat import Heartbeat
 from shared.protocol.messages import (
     Answered,
-    CacheEvents,
     CacheResync,
     Draining,
-    Failed,
     Leaving,
     Load,
-    Moved,
-    MoveWanted,
     NodeHello,
     NodeToRouter,
-    NotCached,
     Ping,
     Pong,
     Relay,
     RouterToNode,
-    RunsAlone,
-    Tokens,
 )
 
 _TURN_S = 0.005
@@ -212,31 +205,16 @@ class LiveNode(Node):
 
     def _handle(self, dispatcher: Dispatcher, on_fleet: OnFleet, message: NodeToRouter) -> None:
         match message:
-            case Tokens(entries):
-                dispatcher.on_tokens(self, entries)
-            case Failed():
-                dispatcher.on_failed(self, message)
             case Pong():
                 self.pong(message, time.monotonic())
                 on_fleet(message)
             case Answered():
                 self.answered(message)
-            case CacheEvents():
-                if not self.prefixes.apply(message):
-                    self.send(CacheResync())
-            case NotCached(key):
-                dispatcher.on_not_cached(self, key)
-            case Moved(key):
-                dispatcher.on_moved(self, key)
-            case RunsAlone(key):
-                dispatcher.on_runs_alone(self, key)
-            case MoveWanted(keys):
-                dispatcher.on_move_wanted(self, keys)
             case Draining() | Relay():
                 on_fleet(message)
             case NodeHello(node) if node.incarnation == self.ref.incarnation:
                 pass  # a slow node answers the RouterHello of an earlier try too; it had both before any work
             case Leaving(reason, crashed):
                 raise NodeLost(reason, Loss.CRASHED if crashed else Loss.LEFT)
-            case _:
+            case _ if not dispatcher.hear(self, message):
                 raise LinkError(f"sent {type(message).__name__} in the middle of a connection")

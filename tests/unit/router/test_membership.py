@@ -53,8 +53,7 @@ class Events:
     def _unheard(self, *about: object) -> None:
         raise AssertionError(f"there is one router without a request: {about}")
 
-    on_tokens = on_failed = on_not_cached = on_moved = on_runs_alone = on_move_wanted = _unheard
-    on_draining = on_relay = _unheard
+    hear = on_draining = on_relay = _unheard
 
     def on_node_alive(self, node: Node) -> None:
         """There are no requests."""
