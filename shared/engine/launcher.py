@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared import log
-from shared.engine.collect_sampling import CountedRows
 from shared.engine.debug_checks import LaunchChecks, check_windows
 from shared.engine.forward_stream import (
     ForwardStream,
@@ -18,7 +17,7 @@ from shared.engine.forward_stream import (
     is_device_lost,
 )
 from shared.engine.kv_copies import KVCopies
-from shared.engine.model_worker_batch import Snapshot, snapshot
+from shared.engine.model_worker_batch import CountedRows, Snapshot, snapshot
 from shared.engine.profiler import Span
 from shared.engine.sampling_inputs import fill_vocab_mask, must_wait_for_commit
 from shared.errors import RequestError

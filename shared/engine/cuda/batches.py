@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.engine.collect_sampling import CountedRows
 from shared.engine.engine_shape import EngineShape
-from shared.engine.model_worker_batch import ModelWorkerBatch, snapshot
+from shared.engine.model_worker_batch import CountedRows, ModelWorkerBatch, snapshot
 from shared.engine.sampling_inputs import VocabMask
 from shared.kvcache.allocator import PageAllocator
 from shared.kvcache.ledger import KVLedger

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shared.engine import collect_sampling
+from shared.engine import model_worker_batch
 from shared.engine.loop_parts import NodeParts
 from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
@@ -122,12 +122,12 @@ def stale_length(parts: NodeParts, is_active: IsActive) -> None:
 
 def seed_position_off_by_one(parts: NodeParts, is_active: IsActive) -> None:
     """The randomness of a position is that of the next one."""
-    uniforms = collect_sampling.uniforms
+    uniforms = model_worker_batch.uniforms
 
     def faulty(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         return uniforms(seeds, [position + is_active() for position in positions])
 
-    hold(collect_sampling, "uniforms", faulty)
+    hold(model_worker_batch, "uniforms", faulty)
 
 
 def grammar_not_replayed(parts: NodeParts, is_active: IsActive) -> None:

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
-from shared.engine.collect_sampling import uniforms
 from shared.engine.forward_stream import CudaForwardStream
 from shared.engine.input_block import InputBlock
+from shared.engine.model_worker_batch import uniforms
 from shared.kvcache import page_digest
 from shared.kvcache.allocator import PageAllocator
 from shared.kvcache.audit import audit, audit_idle

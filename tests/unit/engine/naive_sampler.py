@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shared.engine.collect_sampling import uniforms
+from shared.engine.model_worker_batch import uniforms
 from shared.protocol.sampling_params import SamplingParams
 
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 
 from shared.config import CacheOptions
 from shared.engine.build import make_ledger
-from shared.engine.collect_sampling import CountedRows
-from shared.engine.model_worker_batch import snapshot
+from shared.engine.model_worker_batch import CountedRows, snapshot
 from shared.engine.penalties import PenaltyTable, penalize
 from shared.engine.sampler import sample
 from shared.engine.sampling_inputs import HostSampling
