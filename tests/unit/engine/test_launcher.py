@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from shared.config import CacheOptions, NodeConfig, ScheduleOptions
-from shared.engine.kv_copies import KVCopies
-from shared.engine.launcher import Launcher
+from shared.engine.launcher import KVCopies, Launcher
 from shared.engine.loop_parts import new_launcher
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import VocabMask
