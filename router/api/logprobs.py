@@ -13,19 +13,12 @@ from router.request.generation import Generation
 from router.text.tokenizer import TextWorkers, Tokenizer
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
 
-_CHARS_A_LOGPROB = 2
+CHARS_A_LOGPROB = 2
+"""Writing a number about a token of an echoed prompt costs as much as encoding so many characters."""
 
 TextOf = Callable[[int], str]
 Entry = tuple[float | None, int, str | None]
 """(logprob, token id, text), as in SGLang. The first token of a prompt has no logprob."""
-
-
-def cost_in_chars(generation: Generation) -> int:
-    """The cost of writing the logprobs of an echoed prompt, as a number of characters that cost as much to encode."""
-    wanted = generation.prompt.work.params.logprobs
-    if wanted is None:
-        return 0
-    return _CHARS_A_LOGPROB * wanted.num_input_logprobs(len(generation.prompt.work.input_ids))
 
 
 class NativeLogprobs:
@@ -51,7 +44,8 @@ class NativeLogprobs:
         of_input = self._of_input
         if of_input is None:
             all_there = wanted.start_len < 0 or self._generation.req.input_logprobs is not None
-            of_input = await self._workers.run(cost_in_chars(self._generation), lambda: self._input(wanted))
+            num_chars = CHARS_A_LOGPROB * self._generation.prompt.num_input_logprobs
+            of_input = await self._workers.run(num_chars, lambda: self._input(wanted))
             if all_there:
                 self._of_input = of_input
         return {**of_input, **self._output()}

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from router.api.answering import Desk
 from router.api.generate_api import timeline_fields
-from router.api.logprobs import ScoredText, chat_logprobs, cost_in_chars
+from router.api.logprobs import CHARS_A_LOGPROB, ScoredText, chat_logprobs
 from router.api.openai_answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -100,7 +100,7 @@ class OpenAIShape:
         async with group:
             generations, best_n = await group.finished(), self._asked.best_n
             chosen = generations if best_n is None else best(generations, best_n)
-            num_chars = sum(map(cost_in_chars, chosen))
+            num_chars = CHARS_A_LOGPROB * sum(one.prompt.num_input_logprobs for one in chosen)
             return await self._tokenizer.workers.run(num_chars, lambda: self.whole(chosen, generations))
 
     async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
@@ -117,7 +117,8 @@ class OpenAIShape:
                 if first is None:
                     first = num_sent[generation.index] = 0
                     make = functools.partial(self.opening, generation, usage_so_far())
-                    opening = await self._tokenizer.workers.run(cost_in_chars(generation), make)
+                    num_chars = CHARS_A_LOGPROB * generation.prompt.num_input_logprobs
+                    opening = await self._tokenizer.workers.run(num_chars, make)
                     if opening is not None:
                         yield opening
                 if text or generation.finish_reason is not None:

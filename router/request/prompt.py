@@ -58,6 +58,12 @@ class Prompt:
     asked_in: str | None = None
     split: bool = False
 
+    @property
+    def num_input_logprobs(self) -> int:
+        """The numbers about tokens of the prompt that are asked for."""
+        wanted = self.work.params.logprobs
+        return 0 if wanted is None else wanted.num_input_logprobs(len(self.work.input_ids))
+
     def work_of(self, choice: int) -> Work:
         """The work of choice `choice`, from 0 to n - 1, which is added to the seed."""
         params = self.work.params
@@ -183,11 +189,8 @@ def check_num_logprobs(prompts: Sequence[Prompt], param: str) -> None:
     """Refuse more numbers about prompt tokens than an answer may have; `param` asks for them."""
     total = 0
     for at, prompt in enumerate(prompts):
-        wanted = prompt.work.params.logprobs
-        if wanted is None:
-            continue
-        number = wanted.num_input_logprobs(len(prompt.work.input_ids))
-        if number > MAX_INPUT_LOGPROBS:
+        wanted, number = prompt.work.params.logprobs, prompt.num_input_logprobs
+        if wanted is not None and number > MAX_INPUT_LOGPROBS:
             where = f"prompt {at}: " if len(prompts) > 1 else ""
             raise RequestError(
                 f"{where}{param} asks for {number} numbers, {wanted.numbers_per_token} for each of "
