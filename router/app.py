@@ -40,11 +40,10 @@ from router.api.responses_api import responses_routes
 from router.api.service_api import control_routes, health_routes, info_routes
 from router.dispatch.metrics import Metrics
 from router.http.api_keys import ApiKeyCheck, ApiKeys, admin_guard
-from router.http.body import wrong_input
+from router.http.body import JsonBodies, wrong_input
 from router.http.config import HttpOptions
-from router.http.middleware import HEADER, HeadAsGet, JsonBodies, RequestIds
 from router.http.page_api import serve_page
-from router.http.responses import error_response, note_error
+from router.http.responses import HEADER, HeadAsGet, RequestIds, error_response, note_error
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership

@@ -15,7 +15,6 @@ from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.openapi import new_routes
-from router.http.middleware import requested_rid
 from router.http.responses import DATA_ONLY, answers
 from router.request.admission import AdmissionOfRequest
 from router.request.generation import Generation, GenerationGroup
@@ -27,6 +26,7 @@ from router.request.prompt import (
     check_num_logprobs,
     check_token_ids,
     read_routing_key,
+    requested_rid,
 )
 from router.request.sampling import read_sampling, read_samplings
 from router.text.tokenizer import Tokenizer

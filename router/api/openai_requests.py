@@ -26,9 +26,8 @@ from router.api.openai_bodies import (
 )
 from router.http.body import wrong_input
 from router.http.config import HttpLimits
-from router.http.middleware import requested_rid
 from router.http.wording import shown, wrong
-from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key
+from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key, requested_rid
 from router.request.sampling import AskedGrammar, read_sampling, read_samplings, schema_grammar
 from router.text.reply_parser import THINK, ReplyRegions, enforced_form
 from router.text.served_model import ServedModel

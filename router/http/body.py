@@ -1,7 +1,7 @@
 """Request bodies as typed models: one definition checks a body, bounds it, and is the OpenAPI document.
 
 A model derives from `Body` and is the parameter of a handler, so FastAPI validates it; `wrong_input` writes errors.
-`JsonRoute` decodes the body; it is the `route_class` of every router that takes one.
+`JsonBodies` bounds the bytes of a body. `JsonRoute` decodes it; it is the `route_class` of all routers that take one.
 `null` means the default, everywhere. Unknown fields are ignored, since clients of other servers send them. A known
 field that cannot be served (`Body.refused`) is refused by name.
 """
@@ -19,10 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.http.responses import refuse
 from router.http.wording import cut, shown, wrong
 from shared.errors import RequestError
 
@@ -171,7 +174,7 @@ def _dotted(loc: Iterable[int | str]) -> str:
     return name
 
 
-# -------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------- decoding, and its bounds
 _MAX_BRACKETS, _MAX_COLONS = 1 << 18, 1 << 19
 """The most opening brackets, and the most colons. A body of tiny lists takes 2 us for each to decode, and one of tiny
 fields 1 us, and blocks the event loop for that time. A text with so many of them is longer than any prompt."""
@@ -204,3 +207,45 @@ class JsonRoute(APIRoute):
             return await handle(JsonRequest(request.scope, request.receive))
 
         return handle_json
+
+
+class JsonBodies:
+    """Middleware: a body has at most `max_bytes`, is not compressed, and is JSON whatever its content-type is.
+
+    `connection.py` bounds the time of a body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 413 or 415. `receive` raises for a body that turns out too large."""
+        if scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        declared = headers.get("content-length", "")
+        too_large = f"the body is larger than {self._max_bytes} bytes (--max-body-bytes)"
+        if encoding not in ("", "identity"):
+            why = f"the body has the content-encoding {shown(encoding)}; send it as it is"
+            await refuse(RequestError(why, status=415), scope, receive, send)
+            return
+        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            await refuse(RequestError(too_large, status=413), scope, receive, send)
+            return
+        # curl -d declares a form, and some clients declare nothing.
+        others = [item for item in scope["headers"] if item[0] != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, too_large)
+            return message
+
+        await self._app(scope, counted, send)

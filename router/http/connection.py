@@ -23,8 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from router.http.config import ConnectionOptions
-from router.http.middleware import HEADER, request_id_of
-from router.http.responses import error_body
+from router.http.responses import HEADER, error_body, request_id_of
 from shared.errors import RequestError
 from shared.log import event
 

@@ -1,9 +1,16 @@
-"""Answers as JSON and event streams, errors, and work that ends when its client disconnects."""
+"""Answers as JSON and event streams, errors, and work that ends when its client disconnects.
+
+Every answer has an `x-request-id`; that of a client or proxy is the rid of the request. While it runs, no other
+request may have this rid in its body. Requests may share a request id, since proxies repeat it when they retry or
+hedge; /abort_request with that id ends all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+import re
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -11,7 +18,7 @@ import msgspec
 from fastapi import Request, Response
 from msgspec import Meta
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.answer import Answer
 from shared.errors import RequestError
@@ -28,6 +35,11 @@ TYPES = "x-types"
 ANTHROPIC_PATH = "/v1/messages"
 ERROR = "request_error"
 """The key of a request's error in the state of its scope."""
+
+HEADER = "x-request-id"
+_HEADER = HEADER.encode()
+_VALID = re.compile(rb"[!-~]{1,200}")
+"""Visible ASCII, so short that it is a valid rid with a number appended."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -221,3 +233,50 @@ class EventStream(Response):
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# ------------------------------------------------------------------------ what every answer passes
+class RequestIds:
+    """Middleware: answers with the request's id, or with a random one if the request has no valid id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with a valid header or none, and the id in `scope["state"]["request_id"]`."""
+        request_id = request_id_of(scope["headers"])
+        scope["headers"] = [item for item in scope["headers"] if item[0] != _HEADER or item[1] == request_id]
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (_HEADER, request_id)]
+            return send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class HeadAsGet:
+    """Middleware: the routes see a GET. An endless answer ends with its headers, as if its client had left."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and of the answer to a HEAD only its start."""
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_start(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body"})
+
+        await self._app({**scope, "method": "GET"}, receive, send_start)
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The client's request id, or a random one if the headers have no valid id."""
+    given = [value for name, value in headers if name == _HEADER]
+    return given[0] if len(given) == 1 and _VALID.fullmatch(given[0]) else secrets.token_hex(16).encode()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from router.http.config import HttpLimits
+from router.http.responses import HEADER
 from router.http.wording import wrong
 from router.request.admission import Admission
 from router.request.fields import MAX_ROUTING_KEY_CHARS
@@ -174,6 +175,11 @@ class Prompts:
         if self.ids:
             return self.ids
         return await model.tokenizer.encode(self.texts, add_special_tokens=add_special_tokens)
+
+
+def requested_rid(rid: str | list[str] | None, headers: Mapping[str, str]) -> str | list[str] | None:
+    """The body's rid, or else the request id; None if the client gave neither."""
+    return rid if rid is not None else headers.get(HEADER)
 
 
 def read_routing_key(routing_key: str | None, headers: Mapping[str, str]) -> str:
