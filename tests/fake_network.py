@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from shared.kvtransfer.layout import PageStore
+from shared.kvtransfer.endpoint import PageStore
 from shared.kvtransfer.link import Stepped
 from shared.protocol.messages import Announcement, NodeToRouter, Outbox, RouterToNode, Struct
 from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.kvtransfer.layout import PageStore
+from shared.kvtransfer.endpoint import PageStore
 
 
 class PagesAround:

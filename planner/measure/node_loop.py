@@ -22,7 +22,7 @@ from shared.engine.build import Engine
 from shared.engine.forward_stream import ForwardStream, GenerationBatchResult
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.node_process import node_parts, presence_of
-from shared.kvtransfer.layout import record_digest
+from shared.kvtransfer.queues import record_digest
 from shared.kvtransfer.states import Received
 from shared.kvtransfer.transports.choice import make_transports
 from shared.protocol.messages import (

@@ -31,7 +31,7 @@ from shared.engine.node_process import SWITCH_INTERVAL_S, presence_of
 from shared.errors import ConfigError
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.layout import record_digest
+from shared.kvtransfer.queues import record_digest
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.sides import TransferSides, make_sides

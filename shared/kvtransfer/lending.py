@@ -19,9 +19,8 @@ from itertools import islice
 from shared import log
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.radix_cache import PrefixLock
-from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.peering import MAX_UNNAMED_PEERS, Peering
-from shared.kvtransfer.queues import offer
+from shared.kvtransfer.queues import offer, record_digest
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import SendEnded, SendEvent
 from shared.protocol.messages import Lend, ReqKey

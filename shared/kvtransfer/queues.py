@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import xxhash
 
 from shared import log
 from shared.errors import TransferError
 from shared.kvcache.ledger import KVLedger
-from shared.kvtransfer.layout import record_digest
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received, SendEnded
 from shared.protocol.messages import ReqKey
@@ -114,6 +116,16 @@ def offer(
         return
     sender.offer(key, pages[:num_without_windows])
     sender.offer(key, pages[num_without_windows:], ledger.window_pages_of(pages[num_without_windows:]))
+
+
+def record_digest(
+    input_ids: Sequence[int], output_ids: Sequence[int], token_ids: Sequence[int], kv_len: int
+) -> int:
+    """64 bits over what prefill and decode must both believe about a sequence when it changes hands."""
+    digest = xxhash.xxh3_64()
+    for ids in (input_ids, output_ids, token_ids, (kv_len,)):
+        digest.update(array("q", (len(ids), *ids)).tobytes())
+    return digest.intdigest()
 
 
 def evict_corrupt(req: Req, ended: SendEnded, ledger: KVLedger) -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import RECEIVER, Arrival, Link
 from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.staging import Envelope
+from shared.kvtransfer.staging import Chunk, Envelope
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Grant, GrantedChunk, LinkOpen
 

@@ -19,10 +19,10 @@ from shared import log
 from shared.errors import ConfigError, PeerMismatch, TransferError
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.inbox import KeyedInbox
-from shared.kvtransfer.layout import Chunk, ChunkPlan, check_layout
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.receive_worker import ReceiveWorker
 from shared.kvtransfer.side import Peer, Side
+from shared.kvtransfer.staging import Chunk, ChunkPlan
 from shared.kvtransfer.states import (
     Received,
     ReceiveEvent,
@@ -31,7 +31,7 @@ from shared.kvtransfer.states import (
     ReceiveTransfer,
 )
 from shared.kvtransfer.transports.choice import better_than
-from shared.protocol.messages import Refused, ReqKey, other_version
+from shared.protocol.messages import KVLayout, Refused, ReqKey, other_version
 from shared.protocol.transfer_messages import (
     CancelTransfer,
     Done,
@@ -361,3 +361,13 @@ class KVReceiver(Side[ReceiveTransfer, ReceiveEvent, SendingNode]):
 def _answer_late(message: _Keyed, done: Done) -> Done | None:
     """The answer to a message about a transfer that has ended with `done`."""
     return None if isinstance(message, CancelTransfer) else done
+
+
+def check_layout(ours: KVLayout, theirs: KVLayout, *, allow_mixed_numerics: bool) -> None:
+    """Raise PeerMismatch, naming the first field that differs."""
+    for name in KVLayout.__struct_fields__:
+        if name == "numerics" and allow_mixed_numerics:
+            continue
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here != there:
+            raise PeerMismatch(f"KV layouts differ in {name}: this node has {here!r}, the peer has {there!r}")

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from shared.device_streams import GatherUnderWay
 from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import SENDER, Link, Op
 from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.staging import Envelope, Slot
+from shared.kvtransfer.staging import Chunk, Envelope, Slot
 from shared.protocol.transfer_messages import Grant, GrantedChunk, LinkOpen
 
 if TYPE_CHECKING:

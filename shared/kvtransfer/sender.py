@@ -18,10 +18,10 @@ from shared import log
 from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
 from shared.kvtransfer.inbox import KeyedInbox
-from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.send_worker import SendWorker
 from shared.kvtransfer.side import Peer, Side
+from shared.kvtransfer.staging import Chunk
 from shared.kvtransfer.states import ReadyOverdue, SendEnded, SendEvent, SendState, SendTransfer
 from shared.protocol.messages import PROTOCOL_VERSION, Refused, ReqKey
 from shared.protocol.transfer_messages import (

@@ -1,4 +1,4 @@
-"""Staging slots: data never lands in KV pages directly.
+"""Staging: pages are cut into chunks, which pass through slots, so data never lands in KV pages directly.
 
 A message that arrives lies in a slot (the receiver's own, or the sender's where both share memory) until the chunk
 is scattered or dropped, so a cancelled transfer gives its pages back at once and a late write can corrupt no page.
@@ -6,31 +6,92 @@ On the sending side pages are free again as soon as they are gathered into a slo
 slot that a stuck op may still read or write stays out of the ring until that op has left (or for good, with the
 dead link's ring).
 
-A chunk has 64 bytes of header, which travel in host memory, and a payload, which lies in the slot. The header names
-the transfer, the message, and the layers and pages of the sequence. Its last 8 bytes are the digest of the payload,
-seeded with all of that. The digest is taken from the pages while they are gathered, and again from what a scatter
-writes, so it covers all that is between.
+A chunk is some pages of some layers, layer-major, K before V. One page of all layers may be larger than a slot: then
+a chunk holds a part of the layers. It has 64 bytes of header, which travel in host memory, and a payload, which lies
+in the slot. The header names the transfer, the message, and the layers and pages of the sequence. Its last 8 bytes
+are the digest of the payload, seeded with all of that. The digest is taken from the pages while they are gathered,
+and again from what a scatter writes, so it covers all that is between.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 import xxhash
 
-from shared.errors import LinkError
-from shared.kvtransfer.layout import Chunk
-from shared.protocol.messages import ReqKey
+from shared.errors import ConfigError, LinkError
+from shared.protocol.messages import KVLayout, ReqKey
 
 HEADER_NBYTES = 64
 _MAGIC = 0x314B5642  # "BVK1"
 _FIELDS = struct.Struct("<IIQQIIII")  # magic, flag, seq, key, first_page, num_pages, first_layer, num_layers
 _DIGEST = struct.Struct("<Q")
 _DIGEST_AT = HEADER_NBYTES - _DIGEST.size
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pages [first_page, first_page + num_pages) of a sequence, of layers [first_layer, first_layer + num_layers)."""
+
+    first_page: int
+    num_pages: int
+    first_layer: int
+    num_layers: int
+
+    @property
+    def units(self) -> int:
+        """Pages times layers: what progress is counted in."""
+        return self.num_pages * self.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How pages of one group of layers are cut: at most `pages_per_chunk` pages of `layers_per_chunk` layers."""
+
+    num_layers: int
+    layers_per_chunk: int
+    pages_per_chunk: int
+    first_layer: int = 0
+
+    @classmethod
+    def fit(cls, *, num_layers: int, unit_nbytes: int, slot_nbytes: int, first_layer: int = 0) -> ChunkPlan:
+        """Fill slots as well as possible; `unit_nbytes` is K and V of one page of one layer."""
+        if num_layers == 0:
+            return cls(0, 1, 1)
+        layers = min(num_layers, slot_nbytes // unit_nbytes)
+        if layers == 0:
+            raise ConfigError(
+                f"one page of one layer takes {unit_nbytes} bytes and does not fit a staging slot of {slot_nbytes}; "
+                "raise --kv-slot-bytes or lower --page-size"
+            )
+        num_parts = -(-num_layers // layers)
+        layers = -(-num_layers // num_parts)  # parts of equal size, so that no part is a small remainder
+        return cls(num_layers, layers, slot_nbytes // (unit_nbytes * layers), first_layer)
+
+    @classmethod
+    def of_groups(cls, layout: KVLayout, *, unit_nbytes: int, slot_nbytes: int) -> tuple[ChunkPlan, ...]:
+        """One for each group of layers, in their order."""
+        num_windows = layout.num_window_layers
+        num_full = layout.num_layers - num_windows
+        full = cls.fit(num_layers=num_full, unit_nbytes=unit_nbytes, slot_nbytes=slot_nbytes)
+        if not num_windows:
+            return (full,)
+        return full, cls.fit(
+            num_layers=num_windows, unit_nbytes=unit_nbytes, slot_nbytes=slot_nbytes, first_layer=num_full
+        )
+
+    def cut(self, first_page: int, num_pages: int) -> Iterator[Chunk]:
+        """Chunks that cover every (page, layer) of the range exactly once, in the order of the pages."""
+        end_page = first_page + num_pages
+        for page in range(first_page, end_page, self.pages_per_chunk):
+            pages = min(self.pages_per_chunk, end_page - page)
+            for layer in range(0, self.num_layers, self.layers_per_chunk):
+                num_layers = min(self.layers_per_chunk, self.num_layers - layer)
+                yield Chunk(page, pages, self.first_layer + layer, num_layers)
 
 
 class Flag(IntEnum):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from shared.errors import TransferError
-from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.staging import Chunk
 from shared.protocol.messages import ReqKey, first_window_page
 from shared.protocol.transfer_messages import Handoff, Ready
 

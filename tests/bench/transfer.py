@@ -29,7 +29,7 @@ from shared.engine.build import new_page_mover
 from shared.engine.node_process import SWITCH_INTERVAL_S
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.layout import record_digest
+from shared.kvtransfer.queues import record_digest
 from shared.kvtransfer.receiver import KVReceiver
 from shared.kvtransfer.sender import KVSender
 from shared.kvtransfer.states import Received

@@ -23,7 +23,7 @@ import xxhash
 
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.page_mover import PageMover, TorchPageMover
-from shared.kvtransfer.layout import PageStore
+from shared.kvtransfer.endpoint import PageStore
 from shared.kvtransfer.link import Arrival, Link, LinkFactory, LinkSpec, Op
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received

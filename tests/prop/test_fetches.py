@@ -17,7 +17,6 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from shared.kvcache.audit import audit_idle
-from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.lending import (
     LINK_KEPT_S,
     MAX_BORROWERS,
@@ -27,6 +26,7 @@ from shared.kvtransfer.lending import (
     Lending,
     loan_record,
 )
+from shared.kvtransfer.staging import Chunk
 from shared.kvtransfer.states import READY_OVERDUE_S, Received
 from shared.protocol.messages import Decode, Flush, Leaving, Lend, ReqKey
 from shared.protocol.transfer_messages import Grant, Handoff

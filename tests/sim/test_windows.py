@@ -17,8 +17,7 @@ from shared.errors import LinkError
 from shared.kvcache.audit import LeakError, audit
 from shared.kvcache.ledger import KVLedger, ReqKV
 from shared.kvcache.windows import WindowPages
-from shared.kvtransfer.layout import Chunk, ChunkPlan
-from shared.kvtransfer.staging import Envelope
+from shared.kvtransfer.staging import Chunk, ChunkPlan, Envelope
 from shared.kvtransfer.states import ReceiveTransfer, SendTransfer
 from shared.protocol.messages import KVLayout, ReqKey
 from tests.cluster import Cluster

@@ -21,7 +21,7 @@ from shared.grammar.state import GrammarState
 from shared.kvcache.ledger import ReqKV
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool
-from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.staging import Chunk
 from shared.protocol.messages import Cancel, Decode, Prefill, ReqKey, TokenEntry
 from shared.protocol.router_port import FromRouter
 from shared.protocol.transfer_messages import Handoff

@@ -17,8 +17,7 @@ from shared.device_threads import DeviceThreads
 from shared.errors import LinkError
 from shared.kvcache.page_mover import PageMover
 from shared.kvcache.pools import TokenToKVPool
-from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.layout import PageStore
+from shared.kvtransfer.endpoint import Endpoint, PageStore
 from shared.kvtransfer.link import RECEIVER, SENDER, Link, LinkFactory, LinkSpec
 from shared.kvtransfer.link_store import LinkStore
 from shared.kvtransfer.sides import make_sides

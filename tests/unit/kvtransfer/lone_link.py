@@ -12,12 +12,11 @@ import torch
 from shared.config import TransferOptions
 from shared.device_threads import DeviceThreads
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link import Link, LinkSpec
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.receive_worker import ReceiveWorker
 from shared.kvtransfer.send_worker import SendWorker
-from shared.kvtransfer.staging import Slot
+from shared.kvtransfer.staging import Chunk, Slot
 from shared.kvtransfer.transports.choice import Transports
 from shared.kvtransfer.transports.common import ThreadRunner
 from shared.protocol.messages import KVLayout, NodeRef, ReqKey, Struct

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shared.config import TransferOptions
-from shared.kvtransfer.layout import PageStore
+from shared.kvtransfer.endpoint import PageStore
 from shared.kvtransfer.peering import UNNAMED_IDLE_S
 from shared.kvtransfer.states import Received
 from shared.protocol.channel import ControlThread

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from shared.errors import LinkError
-from shared.kvtransfer.layout import Chunk
 from shared.kvtransfer.link_worker import LinkWorker
-from shared.kvtransfer.staging import Slot
+from shared.kvtransfer.staging import Chunk, Slot
 from tests.unit.kvtransfer.lone_link import (
     KEY,
     LoneFactory,

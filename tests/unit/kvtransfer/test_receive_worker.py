@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.staging import Envelope, Slot
+from shared.kvtransfer.staging import Chunk, Envelope, Slot
 from shared.protocol.messages import ReqKey
 from tests.unit.kvtransfer.lone_link import LoneFactory, Owner, receive_worker
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from shared.errors import LinkError
-from shared.kvtransfer.layout import Chunk
-from shared.kvtransfer.staging import HEADER_NBYTES, Envelope, Slot, SlotRing
+from shared.kvtransfer.staging import HEADER_NBYTES, Chunk, Envelope, Slot, SlotRing
 from shared.kvtransfer.transports.common import HeadedSlot
 from shared.protocol.messages import ReqKey
 

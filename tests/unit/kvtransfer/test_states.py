@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import TransferError
-from shared.kvtransfer.layout import Chunk
+from shared.kvtransfer.staging import Chunk
 from shared.kvtransfer.states import Received, ReceiveTransfer, SendEnded, SendTransfer
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Handoff

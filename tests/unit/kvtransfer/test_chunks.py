@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shared.errors import ConfigError, PeerMismatch
-from shared.kvtransfer.layout import ChunkPlan, check_layout, record_digest
+from shared.kvtransfer.queues import record_digest
+from shared.kvtransfer.receiver import check_layout
+from shared.kvtransfer.staging import ChunkPlan
 from shared.protocol.messages import KVLayout
 
 OURS = KVLayout("f00d", "bfloat16", 16, 24, 2, 128, "native-1/amx/bfloat16")
