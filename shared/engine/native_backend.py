@@ -14,8 +14,7 @@ from shared.engine.model_runner import Forwarded
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.penalties import penalize
 from shared.engine.progress import Progress
-from shared.engine.sampler import adjust_logits
-from shared.engine.sampling_inputs import DrawInputs, SamplingInputs
+from shared.engine.sampling_inputs import DrawInputs, SamplingInputs, adjust_logits
 from shared.kernels.cpu.decoder import BatchDesc, KVPool, NativeDecoder, Sampling, sample
 from shared.kernels.cpu.library import Team, numerics
 from shared.kvcache.windowed_pool import AnyKVPool, WindowedKVPool

@@ -1,11 +1,10 @@
-"""Penalties and biases: what is added to logits before a token is drawn, for a whole batch at once on the device.
+"""Penalties: what tokens so far add to logits before a token is drawn, for a whole batch at once on the device.
 
     repetition   l / r where l > 0, l * r elsewhere, for tokens of prompt and output   (Keskar et al. 2019, "CTRL")
     frequency    l - f * (times in the output)
     presence     l - p, for tokens of the output
-    logit_bias   l + b
 
-in this order, as in transformers and vLLM.
+in this order, and before biases (`sampling_inputs.adjust_logits`), as in transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from shared.engine.sampling_inputs import BiasInputs, KnownTokens, PenaltyInputs
+from shared.engine.sampling_inputs import KnownTokens, PenaltyInputs
 
 Penalize = Callable[[torch.Tensor, PenaltyInputs[torch.Tensor], torch.Tensor, torch.Tensor], None]
 """(logits [S, V], penalties, how often each slot's output has a token, whether a slot has a token), in place."""
@@ -74,11 +73,6 @@ def penalize(
     num_output_PV = num_output_NV[inputs.slots_P]
     for_each_PV = inputs.frequency_P[:, None] * num_output_PV
     logits_SV[inputs.entries_P] = x_PV - for_each_PV - inputs.presence_P[:, None] * (num_output_PV > 0)
-
-
-def add_biases(logits_SV: torch.Tensor, inputs: BiasInputs[torch.Tensor]) -> None:
-    """Add each bias to its logit, in place."""
-    logits_SV[inputs.entries_N, inputs.token_ids_N] += inputs.values_N
 
 
 def _grown(table_NV: torch.Tensor, num_more: int) -> torch.Tensor:

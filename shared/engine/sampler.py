@@ -9,24 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from shared.engine.penalties import add_biases
-from shared.engine.sampling_inputs import DrawInputs, SamplingInputs, apply_vocab_mask
+from shared.engine.sampling_inputs import DrawInputs, SamplingInputs, adjust_logits
 
 
 def sample(logits_SV: torch.Tensor, inputs: SamplingInputs[torch.Tensor]) -> torch.Tensor:
     """Next token ids, int64 [S]; `logits_SV` is float32 and may be overwritten."""
     adjust_logits(logits_SV, inputs)
     return draw(logits_SV, inputs.draws)
-
-
-def adjust_logits(logits_SV: torch.Tensor, inputs: SamplingInputs[torch.Tensor]) -> None:
-    """Add biases, and take out what may not be sampled; in place. A batch that asks for neither costs nothing."""
-    if inputs.biases is not None:
-        add_biases(logits_SV, inputs.biases)
-    if inputs.masked is not None:
-        logits_SV[inputs.masked.entries_N, inputs.masked.token_ids_N] = -torch.inf
-    if inputs.vocab_mask is not None:
-        apply_vocab_mask(logits_SV, inputs.vocab_mask)
 
 
 def draw(logits_SV: torch.Tensor, draws: DrawInputs[torch.Tensor] | None) -> torch.Tensor:

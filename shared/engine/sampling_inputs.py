@@ -190,6 +190,16 @@ def fill_vocab_mask(batch: ScheduleBatch) -> VocabMask[np.ndarray] | None:
     return VocabMask(entries_G=entries_G, allowed_GW=allowed_GW)
 
 
+def adjust_logits(logits_SV: torch.Tensor, inputs: SamplingInputs[torch.Tensor]) -> None:
+    """Add biases, and take out what may not be sampled; in place. A batch that asks for neither costs nothing."""
+    if (biases := inputs.biases) is not None:
+        logits_SV[biases.entries_N, biases.token_ids_N] += biases.values_N
+    if inputs.masked is not None:
+        logits_SV[inputs.masked.entries_N, inputs.masked.token_ids_N] = -torch.inf
+    if inputs.vocab_mask is not None:
+        apply_vocab_mask(logits_SV, inputs.vocab_mask)
+
+
 def apply_vocab_mask(logits_SV: torch.Tensor, mask: VocabMask[torch.Tensor]) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shared.kernels.cpu.library import Team, check_status
+from shared.kernels.cpu.library import Team
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 192
@@ -23,6 +23,7 @@ MAX_GROUP_K = 65_536
 """Most inputs of a quantized layer: sums of products of codes are of 32 bits, and 65,536 * 255 * 127 < 2 ** 31."""
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
+_UNKNOWN_TOKEN, _OUT_OF_MEMORY = 1, 2
 
 
 class LinearDesc(ctypes.Structure):
@@ -173,11 +174,11 @@ class NativeDecoder:
 
     def forward(self, batch: BatchDesc) -> None:
         """Compute a batch. Raises IndexError for an id outside the vocabulary, and MemoryError."""
-        check_status(self._library.baton_decoder_forward(self._handle, ctypes.byref(batch)))
+        _check_status(self._library.baton_decoder_forward(self._handle, ctypes.byref(batch)))
 
     def logits(self, hidden: int, num_rows: int, out: int) -> None:
         """Compute the logits of rows of `BatchDesc.hidden`. Both are pointers to float32. Raises MemoryError."""
-        check_status(self._library.baton_decoder_logits(self._handle, hidden, num_rows, out))
+        _check_status(self._library.baton_decoder_logits(self._handle, hidden, num_rows, out))
 
     def close(self) -> None:
         """Free the decoder. No call may be running."""
@@ -228,7 +229,7 @@ def sample(
     assert logits_SV.dtype == torch.float32 and logits_SV.is_contiguous()
     assert rows_S.dtype == last_token_R.dtype == torch.int64 and len(rows_S) == num_rows
     token_ids_S = torch.empty(num_rows, dtype=torch.int64)
-    check_status(
+    _check_status(
         team.library.baton_sample(
             team.handle,
             logits_SV.data_ptr(),
@@ -241,3 +242,11 @@ def sample(
         )
     )
     return token_ids_S
+
+
+def _check_status(status: int) -> None:
+    """Raise the error of a native call's status (`Status` in `src/status.h`): IndexError or MemoryError."""
+    if status == _UNKNOWN_TOKEN:
+        raise IndexError("a token id is outside the vocabulary of the model")
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError("there is no memory for what this forward computes")

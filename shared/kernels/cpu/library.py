@@ -17,7 +17,6 @@ NO_BF16 = ("-mno-avx512bf16",)
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
-_UNKNOWN_TOKEN, _OUT_OF_MEMORY = 1, 2
 
 _PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_team_new": (_Pointer, (_Pointer, _Int)),
@@ -55,14 +54,6 @@ def is_bf16_slow() -> bool:
     Its vdpbf16ps does the work of two fmas in the time of four (docs/performance.md).
     """
     return is_intel() and "amx_bf16" not in cpu_flags()
-
-
-def check_status(status: int) -> None:
-    """Raise the error of a native call's status (`Status` in `src/status.h`): IndexError or MemoryError."""
-    if status == _UNKNOWN_TOKEN:
-        raise IndexError("a token id is outside the vocabulary of the model")
-    if status == _OUT_OF_MEMORY:
-        raise MemoryError("there is no memory for what this forward computes")
 
 
 def numerics(library: ctypes.CDLL) -> str:

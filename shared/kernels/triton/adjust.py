@@ -1,7 +1,7 @@
 """Penalties, biases, tokens that may not be drawn and vocab masks, applied to logits in place.
 
-The slow twins are `penalize` and `add_biases` of `shared/engine/penalties.py`, `adjust_logits` of
-`shared/engine/sampler.py` and `apply_vocab_mask` of `shared/engine/sampling_inputs.py`.
+The slow twins are `penalize` of `shared/engine/penalties.py`, and `adjust_logits` and `apply_vocab_mask` of
+`shared/engine/sampling_inputs.py`.
 """
 
 from __future__ import annotations

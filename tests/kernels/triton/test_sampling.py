@@ -1,4 +1,4 @@
-"""Sampling and the adjustment of logits against `shared/engine/sampler.py`, token by token."""
+"""Sampling and the adjustment of logits against their slow twins in `shared/engine`, token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shared.engine.cuda.triton_ops import TritonTokens
 from shared.engine.future_map import FutureMap
 from shared.engine.penalties import penalize
-from shared.engine.sampler import adjust_logits, draw
+from shared.engine.sampler import draw
 from shared.engine.sampling_inputs import (
     BiasInputs,
     DrawInputs,
@@ -19,6 +19,7 @@ from shared.engine.sampling_inputs import (
     PenaltyInputs,
     SamplingInputs,
     VocabMask,
+    adjust_logits,
 )
 from shared.kernels.triton import adjust
 from tests.device import device
