@@ -27,7 +27,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from router.api.answering import Desk
 from router.api.fleet_api import fleet_admin_routes, fleet_guards
 from router.api.generate_api import generate_routes
 from router.api.live_state import LiveState, live_routes
@@ -49,7 +48,7 @@ from router.nodes.fleet_changes import FleetChanges
 from router.nodes.membership import Membership
 from router.nodes.status import VERSION, FleetStatus
 from router.request.admission import Admissions
-from router.request.generation import Generator
+from router.request.generation import Desk, Generator
 from router.text.served_model import ModelSlot
 from shared.errors import RequestError
 from shared.log import crash

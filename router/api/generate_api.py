@@ -10,20 +10,21 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from router.api.answering import Asked, Desk
 from router.api.generate_bodies import GenerateBody, NativeSampling
 from router.api.logprobs import NativeLogprobs
 from router.api.native_answers import GenerateAnswer, MetaInfo, StampAnswer
 from router.api.openapi import new_routes
 from router.http.responses import DATA_ONLY, answers
 from router.request.admission import AdmissionOfRequest
-from router.request.generation import Generation, GenerationGroup
+from router.request.generation import Asked, Desk, Generation, GenerationGroup
 from router.request.prompt import (
     AnswerOptions,
     Intake,
     Prompt,
     Prompts,
+    check_batch,
     check_num_logprobs,
+    check_prompt,
     check_token_ids,
     read_routing_key,
     requested_rid,
@@ -78,7 +79,7 @@ async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
     )
     given.check(model, limits)
     asked = _samplings(body, given, model.vocab_size)
-    limits.check_batch("sampling_params", sum(options.n for _, options in asked))
+    check_batch("sampling_params", sum(options.n for _, options in asked), limits)
     given_rid = requested_rid(body.rid, intake.headers)
     rids = given.rids(given_rid)
     extra_keys = given.each("extra_key", body.extra_key, "")
@@ -88,7 +89,7 @@ async def read_generate(body: GenerateBody, intake: Intake) -> GenerateRequest:
     intake.admission.take(rids, [options.n for _, options in asked], whole=whole, shared=body.rid is None)
     ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
     for at, (input_ids, wanted) in enumerate(zip(ids, logprobs, strict=True)):
-        limits.check_prompt(input_ids, given.named(at), given.field)
+        check_prompt(input_ids, given.named(at), given.field, limits)
         _check_start_len(wanted, len(input_ids), f"prompt {at}: " if given.is_list else "")
     prompts = [
         Prompt(

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 
-from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.api.openai_requests import chat_body, count_prompt_tokens, read_chat
 from router.api.openapi import new_routes
@@ -28,7 +27,7 @@ from router.http.responses import (
 )
 from router.http.wording import wrong
 from router.request.admission import AdmissionOfRequest
-from router.request.generation import Generation
+from router.request.generation import Desk, Generation
 from router.request.output_text import StopReason, kind_of
 from router.request.sampling import NewTokens, StopString
 

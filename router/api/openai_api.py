@@ -12,7 +12,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
-from router.api.answering import Desk
 from router.api.generate_api import timeline_fields
 from router.api.logprobs import CHARS_A_LOGPROB, ScoredText, chat_logprobs
 from router.api.openai_answers import (
@@ -39,7 +38,7 @@ from router.api.openapi import new_routes
 from router.http.answer import Answer
 from router.http.responses import DATA_ONLY, answers, json_response
 from router.request.admission import AdmissionOfRequest
-from router.request.generation import Generation, GenerationGroup
+from router.request.generation import Desk, Generation, GenerationGroup
 from router.request.output_text import LengthReason, StopReason, kind_of
 from router.text.reply_parser import CallDelta, ReplyDelta, ReplyReader
 from router.text.served_model import ServedModel
@@ -86,7 +85,7 @@ _NOTHING = ChatMessage()
 
 
 class OpenAIShape:
-    """Makes the answers and events of one of the two routes (an `answering.Dialect`)."""
+    """Makes the answers and events of one of the two routes (a `generation.Dialect`)."""
 
     form = DATA_ONLY
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import msgspec
 import pydantic
 
-from router.api.answering import Asked
 from router.api.openai_bodies import (
     AllowedTools,
     ChatBody,
@@ -27,7 +26,17 @@ from router.api.openai_bodies import (
 from router.http.body import wrong_input
 from router.http.config import HttpLimits
 from router.http.wording import shown, wrong
-from router.request.prompt import Intake, Prompt, Prompts, check_num_logprobs, read_routing_key, requested_rid
+from router.request.generation import Asked
+from router.request.prompt import (
+    Intake,
+    Prompt,
+    Prompts,
+    check_batch,
+    check_num_logprobs,
+    check_prompt,
+    read_routing_key,
+    requested_rid,
+)
 from router.request.sampling import AskedGrammar, read_sampling, read_samplings, schema_grammar
 from router.text.reply_parser import THINK, ReplyRegions, enforced_form
 from router.text.served_model import ServedModel
@@ -74,7 +83,7 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     given.check(model, limits)
     num_prompts = len(given)
     best_of = _best_of(body)
-    limits.check_batch("n" if body.best_of is None else "best_of", num_prompts * best_of)
+    check_batch("n" if body.best_of is None else "best_of", num_prompts * best_of, limits)
     max_new_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     own = format_grammar(body.response_format)
     asked = read_samplings(body, max_new_tokens, num_prompts, model.vocab_size, own_grammar=own)
@@ -86,7 +95,7 @@ async def read_completion(body: CompletionBody, intake: Intake) -> OpenAIRequest
     intake.admission.take(rids, [best_of] * num_prompts, whole=reply_id, shared=body.rid is None)
     ids = await given.encode(model, limits, add_special_tokens=body.add_special_tokens)
     for at, input_ids in enumerate(ids):
-        limits.check_prompt(input_ids, given.named(at), "prompt")
+        check_prompt(input_ids, given.named(at), "prompt", limits)
     prompts = [
         Prompt(
             rid=rid,
@@ -125,12 +134,12 @@ async def read_chat(body: ChatBody, intake: Intake, *, prefix: str = "chatcmpl-"
     max_new_tokens = _AS_MUCH_AS_FITS if body.max_tokens is None else body.max_tokens
     own = _call_grammar(calls) if calls else format_grammar(body.response_format)  # a format is for text
     params, options = read_sampling(body, max_new_tokens, model.vocab_size, own_grammar=own)
-    limits.check_batch("n", options.n)
+    check_batch("n", options.n, limits)
     reply_id, rids = _ids(requested_rid(body.rid, intake.headers), prefix, Prompts("messages", ""))
     routing_key = read_routing_key(body.routing_key, intake.headers)
     intake.admission.take(rids, [options.n], whole=reply_id, shared=body.rid is None)
     text, ids = await _render(body, model, limits)
-    limits.check_prompt(ids, "the prompt that the chat template makes", "messages")
+    check_prompt(ids, "the prompt that the chat template makes", "messages", limits)
     reasoning = _reasoning(model, text)
     if calls is not None:
         params = msgspec.structs.replace(params, grammar=_call_grammar(calls, reasoning).grammar)

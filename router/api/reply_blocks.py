@@ -115,7 +115,7 @@ class ReplyBlocks:
 
 
 class BlockShape:
-    """One dialect's words, for one answer (an `answering.Dialect`)."""
+    """One dialect's words, for one answer (a `generation.Dialect`)."""
 
     form: StreamForm
 

@@ -20,11 +20,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.answering import group_of
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
 from router.dispatch.stages import stages_of, worst_of
 from router.http.responses import ERROR
-from router.request.generation import Generation, GenerationGroup
+from router.request.generation import Generation, GenerationGroup, group_of
 from router.request.output_text import kind_of
 from shared.errors import RequestError
 from shared.log import event

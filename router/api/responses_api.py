@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 
-from router.api.answering import Desk
 from router.api.openai_bodies import MAX_MESSAGES, MAX_TOOLS, UNBOUNDED, Effort
 from router.api.openai_requests import OpenAIRequest, chat_body, read_chat
 from router.api.openapi import new_routes
@@ -21,7 +20,7 @@ from router.http.body import NOT_YET, Body, about, text_or
 from router.http.responses import StreamForm, error_body
 from router.http.wording import wrong
 from router.request.admission import AdmissionOfRequest
-from router.request.generation import Generation
+from router.request.generation import Desk, Generation
 from router.request.output_text import AbortReason, LengthReason
 from router.request.sampling import NewTokens
 from router.text.served_model import ServedModel

@@ -28,9 +28,8 @@ from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.answering import group_of
 from router.dispatch.stages import StageSpan, stage_spans
-from router.request.generation import Generation
+from router.request.generation import Generation, group_of
 from shared.log import LimitedWarning
 
 CLOSE_S = 3.0

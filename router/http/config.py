@@ -5,14 +5,12 @@ MAX_... are the largest values of flags, and bounds of the types of bodies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from router.http.topology import LocalTopology
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.cpu_cores import CpuCores
-from shared.errors import RequestError, maximum_context
 from shared.flags import flag, fraction, or_auto, whole
 from shared.protocol.loopback import require_key_beyond_loopback
 from shared.protocol.messages import Role
@@ -35,30 +33,6 @@ class HttpLimits:
     max_prompt_tokens: int | None = flag(
         None, "tokens of one prompt; None: what fits context and KV pool of the nodes", whole(1), "TOKENS"
     )
-
-    def check_batch(self, field: str, num_sequences: int) -> None:
-        """Refuse a request whose `field` makes too many sequences."""
-        if num_sequences > self.max_batch_size:
-            raise RequestError(
-                f"{field}: {num_sequences} sequences; at most {self.max_batch_size} (--max-batch-size)",
-                param=field,
-            )
-
-    def check_prompt(self, input_ids: Sequence[int], where: str, field: str) -> None:
-        """Refuse a prompt without tokens, or with too many. `where` names the prompt, and `field` its field."""
-        if not input_ids:
-            raise RequestError(f"{where} has no tokens", param=field)
-        if self.max_prompt_tokens is not None and len(input_ids) > self.max_prompt_tokens:
-            raise RequestError(
-                f"{where} has {len(input_ids)} tokens; at most {self.max_prompt_tokens} are taken "
-                f"(--max-prompt-tokens): {maximum_context(self.max_prompt_tokens)}",
-                param=field,
-                code="context_length_exceeded",
-            )
-
-    def most_prompt_tokens(self, context_length: int) -> int:
-        """The most tokens of a prompt, for a model of this context length."""
-        return min(context_length, self.max_prompt_tokens or context_length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ class Prompts:
 
     def check(self, model: ServedModel, limits: HttpLimits) -> None:
         """Refuse too many prompts, and ids that the model does not have."""
-        limits.check_batch(self.field, len(self))
+        check_batch(self.field, len(self), limits)
         for at, row in enumerate(self.ids):
             check_token_ids(f"{self.field}[{at}]" if self.is_list else self.field, row, model.vocab_size)
 
@@ -160,10 +160,8 @@ class Prompts:
         A text that would not fit even if all of its tokens were the longest is refused before it is tokenized, since
         that could take many seconds.
         """
-        most_tokens, token_chars = (
-            limits.most_prompt_tokens(model.context_length),
-            model.tokenizer.max_token_chars,
-        )
+        most_tokens = min(model.context_length, limits.max_prompt_tokens or model.context_length)
+        token_chars = model.tokenizer.max_token_chars
         for at, text in enumerate(self.texts):
             if len(text) > most_tokens * token_chars:
                 raise RequestError(
@@ -175,6 +173,29 @@ class Prompts:
         if self.ids:
             return self.ids
         return await model.tokenizer.encode(self.texts, add_special_tokens=add_special_tokens)
+
+
+def check_batch(field: str, num_sequences: int, limits: HttpLimits) -> None:
+    """Refuse a request whose `field` makes too many sequences."""
+    if num_sequences > limits.max_batch_size:
+        raise RequestError(
+            f"{field}: {num_sequences} sequences; at most {limits.max_batch_size} (--max-batch-size)",
+            param=field,
+        )
+
+
+def check_prompt(input_ids: Sequence[int], where: str, field: str, limits: HttpLimits) -> None:
+    """Refuse a prompt without tokens, or with too many. `where` names the prompt, and `field` its field."""
+    most = limits.max_prompt_tokens
+    if not input_ids:
+        raise RequestError(f"{where} has no tokens", param=field)
+    if most is not None and len(input_ids) > most:
+        raise RequestError(
+            f"{where} has {len(input_ids)} tokens; at most {most} are taken (--max-prompt-tokens): "
+            f"{maximum_context(most)}",
+            param=field,
+            code="context_length_exceeded",
+        )
 
 
 def requested_rid(rid: str | list[str] | None, headers: Mapping[str, str]) -> str | list[str] | None:
