@@ -2,7 +2,7 @@
 
     RequestIds          gives every answer its id
     RequestLog          logs the answers of all others (--log-requests)
-    TraceRequests       sends the traces of sequences (--otlp-traces-endpoint)
+    Traces.around       sends the traces of sequences (--otlp-traces-endpoint)
     CORSMiddleware      answers preflights, which have no key, and adds its headers to refusals (--allowed-origins)
     ApiKeyCheck         refuses a request without a key, before its body is read
     JsonBodies          refuses a body that is too large

@@ -128,15 +128,9 @@ class Router:
         )
         self._server = HttpServer(app, self._config.connections, log_requests=http.log_requests)
         self._watch_http(self._server)
-        self._spawn(self._server.serve(sockets), "http")
+        await self._server.start(sockets)
+        self._spawn(self._server.serve(), "http")
         self._spawn(self._live.run(), "live state")
-        accepting = asyncio.create_task(self._server.accepting.wait(), name="accepting")
-        try:
-            await asyncio.wait({accepting, *self._background}, return_when=asyncio.FIRST_COMPLETED)
-            if not accepting.done():
-                await self.broken()
-        finally:
-            accepting.cancel()
         event(
             "router_listening",
             http_port=self.http_port,

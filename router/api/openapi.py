@@ -15,16 +15,11 @@ from router.http.responses import TYPES
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds; with 429 and 503.", "schema": {"type": "integer"}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {
-        "content": _ERROR,
-        "headers": _RETRY_AFTER,
-        "description": "The request is wrong, or comes too early; the message names field, value and bound.",
-    },
-    "5XX": {
-        "content": _ERROR,
-        "headers": _RETRY_AFTER,
-        "description": "500: a node failed the request. 503: nothing can serve this now.",
-    },
+    status: {"content": _ERROR, "headers": _RETRY_AFTER, "description": words}
+    for status, words in (
+        ("4XX", "The request is wrong, or comes too early; the message names field, value and bound."),
+        ("5XX", "500: a node failed the request. 503: nothing can serve this now."),
+    )
 }
 """The errors that every route may answer."""
 

@@ -15,7 +15,7 @@ cost, of the sequence that lost most time in it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -139,10 +139,11 @@ def _generated(group: GenerationGroup, began: float) -> dict[str, object]:
     }
 
 
-def _queued_s(generation: Generation) -> Iterable[float]:
+def _queued_s(generation: Generation) -> Iterator[float]:
     """The seconds from the arrival on the node that prefilled to the first chunk, if known."""
-    parts = (part for part in stages_of(generation.req) if part.has_begun_prefill)
-    return (seconds for part in parts for stage, seconds in part.stays if stage == ReqStage.QUEUED)
+    for part in stages_of(generation.req):
+        if any(stamp.stage == ReqStage.PREFILLING for stamp in part.stamps):
+            yield from (seconds for stage, seconds in part.stays if stage == ReqStage.QUEUED)
 
 
 def _finish(generation: Generation) -> str:

@@ -54,8 +54,18 @@ class Traces:
         self._tracer: Tracer = provider.get_tracer("baton")
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """`app` with the middleware that sends traces."""
-        return TraceRequests(app, self)
+        """`app`, behind whose answers the traces of a request's sequences are sent."""
+
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                group = group_of(scope)
+                for generation in group.generations if group is not None else ():
+                    if generation.started and generation.req.ended:
+                        self.tell(generation, Headers(scope=scope))
+
+        return traced
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Send what is queued, and end the thread. One that waits for an answer after `timeout_s` ends by itself."""
@@ -98,24 +108,6 @@ class Traces:
                 root.add_event(stamp.stage, timestamp=_ns(stamp.time))
             _set_status(root, generation)
         root.end(_ns(ended))
-
-
-class TraceRequests:
-    """Middleware: tells the traces of a request's sequences after its answer."""
-
-    def __init__(self, app: ASGIApp, traces: Traces) -> None:
-        self._app = app
-        self._traces = traces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, then tell."""
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            group = group_of(scope)
-            for generation in group.generations if group is not None else ():
-                if generation.started and generation.req.ended:
-                    self._traces.tell(generation, Headers(scope=scope))
 
 
 class _SdkLog(logging.Handler):

@@ -42,7 +42,9 @@ def random(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
 
 def round_robin(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """The nodes take turns by name, so that a fleet that changes stays balanced."""
-    return _next_in_turn(request, nodes)
+    last = request.last_chosen(nodes[0].role)
+    in_turn = sorted(nodes, key=lambda node: node.ref.node_id)
+    return next((node for node in in_turn if node.ref.node_id > last), in_turn[0])
 
 
 def power_of_two(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
@@ -57,7 +59,7 @@ def least_load(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
 
 def cache_aware(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
     """The nodes that hold most of the sequence take turns; all nodes do if that saves little or those are busy."""
-    return _next_in_turn(request, _holding_most(request, nodes) or nodes)
+    return round_robin(request, _holding_most(request, nodes) or nodes)
 
 
 def ttft(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
@@ -108,13 +110,7 @@ def _next_of_least(
     request: RequestEstimates, nodes: Sequence[Node], costs: Sequence[float], margin: float
 ) -> Node:
     most = min(costs) + margin
-    return _next_in_turn(request, [node for node, cost in zip(nodes, costs, strict=True) if cost <= most])
-
-
-def _next_in_turn(request: RequestEstimates, nodes: Sequence[Node]) -> Node:
-    last = request.last_chosen(nodes[0].role)
-    in_turn = sorted(nodes, key=lambda node: node.ref.node_id)
-    return next((node for node in in_turn if node.ref.node_id > last), in_turn[0])
+    return round_robin(request, [node for node, cost in zip(nodes, costs, strict=True) if cost <= most])
 
 
 def _holding_most(request: RequestEstimates, nodes: Sequence[Node]) -> Sequence[Node]:

@@ -64,11 +64,6 @@ class NodeStages:
         """The seconds of each stay in a stage that was left."""
         return [(a.stage, max(0.0, b.time - a.time)) for a, b in itertools.pairwise(self.stamps)]
 
-    @property
-    def has_begun_prefill(self) -> bool:
-        """Whether the node has begun to compute the prompt."""
-        return any(stamp.stage == ReqStage.PREFILLING for stamp in self.stamps)
-
     @cached_property
     def first_stays(self) -> dict[str, float]:
         """Of each stage the seconds of the first stay."""

@@ -28,7 +28,7 @@ _NOT_CLIENTS = 512
 
 
 class HttpServer:
-    """uvicorn's connections on sockets that listen already. `accepting` is set once clients can connect.
+    """uvicorn's connections on sockets that listen already: `start`, and then `serve` until `stop`.
 
     uvicorn's own Server takes signals, and sleeps for tenths of a second before it stops.
     """
@@ -36,7 +36,6 @@ class HttpServer:
     def __init__(self, app: ASGIApp, options: ConnectionOptions, *, log_requests: bool) -> None:
         options = replace(options, max_connections=room_for(options.max_connections))
         self.connections = Connections(options, log_requests=log_requests)
-        self.accepting = asyncio.Event()
         self._config = uvicorn.Config(
             app,
             log_config=None,
@@ -49,25 +48,28 @@ class HttpServer:
         )
         self._config.load()
         self._state = ServerState()
+        self._servers: list[asyncio.Server] = []
         self._stopping = asyncio.Event()
 
-    async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Answer until `stop`. Raises OSError for a socket that does not listen, which uvloop only logs."""
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept clients. Raises OSError for a socket that does not listen, which uvloop only logs."""
         connection = functools.partial(
             Connection, self._config, self._state, app_state={}, connections=self.connections
         )
         loop, backlog = asyncio.get_running_loop(), self._config.backlog
-        servers = [await loop.create_server(connection, sock=sock, backlog=backlog) for sock in sockets]
         for sock in sockets:
+            self._servers.append(await loop.create_server(connection, sock=sock, backlog=backlog))
             closed = sock.fileno() < 0  # as uvloop does when `listen` fails
             if closed or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 raise OSError("the HTTP port does not listen: is another router on it?")
-        self.accepting.set()
+
+    async def serve(self) -> None:
+        """Answer until `stop`."""
         while not self._stopping.is_set():
             self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _DATE_S)
-        for server in servers:
+        for server in self._servers:
             server.close()
         await self._end_connections()
 
