@@ -96,7 +96,7 @@ def chat_logprobs(generation: Generation, places: Iterable[int], tokenizer: Toke
     """The `choices[].logprobs` of a chat, for the output tokens at these places."""
 
     def likely(logprob: float, token_id: int) -> TopLogprob:
-        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        text, raw = tokenizer.token_text(token_id), tokenizer.vocabulary.token_bytes(token_id)
         return TopLogprob(token=text, logprob=logprob, bytes=list(raw))
 
     scored = ((generation.output_ids[at], generation.output_logprobs[at]) for at in places)
@@ -104,7 +104,7 @@ def chat_logprobs(generation: Generation, places: Iterable[int], tokenizer: Toke
         TokenLogprob(
             token=tokenizer.token_text(token_id),
             logprob=known.logprob,
-            bytes=list(tokenizer.token_bytes(token_id)),
+            bytes=list(tokenizer.vocabulary.token_bytes(token_id)),
             top_logprobs=[likely(*top) for top in known.top],
         )
         for token_id, known in scored

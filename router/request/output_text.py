@@ -194,7 +194,7 @@ class OutputText:
             return self._detokenizer.feed((token_id,))
         before = ""
         if self._options.skip_special_tokens:
-            special = self._tokenizer.special_text(token_id)
+            special = self._tokenizer.vocabulary.special_text(token_id)
             scan = self._matcher.feed(special, visible=False, armed=armed)
             if scan.matched is not None:
                 self.matched = scan.matched

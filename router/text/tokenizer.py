@@ -166,7 +166,7 @@ class Tokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._marked_encoder = MarkedEncoder(tokenizer)
-        self._vocabulary = Vocabulary(tokenizer)
+        self.vocabulary = Vocabulary(tokenizer)
         self.workers = workers or TextWorkers()
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         """The length of the longest token. A byte-level token is written with a character for each byte."""
@@ -213,31 +213,23 @@ class Tokenizer:
         if not self.has_text:
             raise RequestError(f"{what} needs a tokenizer (--skip-tokenizer-init): give {instead}")
 
-    def special_text(self, token_id: int) -> str:
-        """The text of a special token by itself; empty for other tokens."""
-        return self._vocabulary.special_text(token_id)
-
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special or not; where no token has one, its id as vLLM writes it."""
-        return self._vocabulary.token_text(token_id) if self.has_text else f"token_id:{token_id}"
+        return self.vocabulary.token_text(token_id) if self.has_text else f"token_id:{token_id}"
 
     def token_name(self, token_id: int) -> str:
         """The text of one token by itself. As OpenAI writes them, parts of characters are `bytes:\\xe6\\x97`."""
-        raw = self.token_bytes(token_id)
+        raw = self.vocabulary.token_bytes(token_id)
         try:
             raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         return self.token_text(token_id)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token by itself, also those of a part of a character."""
-        return self._vocabulary.token_bytes(token_id)
-
     def detokenizer(self, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A fresh incremental detokenizer for one sequence, which follows `prompt_ids`."""
         return make_detokenizer(
-            self._vocabulary, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids
+            self.vocabulary, skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids
         )
 
     # The library releases the GIL in its calls for a batch, not in those for a single text, which are no faster.

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BeforeValidator, Field, create_model
 
 from router.api.fleet_api import AddNode
-from router.api.generate_bodies import GenerateBody, NativeSampling
+from router.api.generate_api import GenerateBody, NativeSampling
 from router.api.messages_api import CountBody, MessagesBody
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.api.responses_api import ResponsesBody

@@ -286,7 +286,7 @@ class TestChat:
         assert logprobs["refusal"] is None
         for i, (entry, token) in enumerate(zip(logprobs["content"], story, strict=True)):
             assert entry["token"] == tokenizer.token_text(token)
-            assert bytes(entry["bytes"]) == tokenizer.token_bytes(token)
+            assert bytes(entry["bytes"]) == tokenizer.vocabulary.token_bytes(token)
             assert entry["logprob"] == value(i)
             assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [
                 (tokenizer.token_text(100 + rank), value(i, rank)) for rank in range(2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.api.generate_bodies import GenerateBody
+from router.api.generate_api import GenerateBody
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.http.body import Body
 from router.request.prompt import read_routing_key
