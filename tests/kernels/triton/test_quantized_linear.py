@@ -101,6 +101,7 @@ def test_codes_of_rows_are_those_of_the_definition(has_order: bool, is_float: bo
     linear = linear if has_order else replace(linear, order_K=None)
     x = torch.randn(5, 96, generator=torch.Generator(device()).manual_seed(2))
     x[0], x[4], x[4, ::2] = x[0] * 1e-33, 62.5, 127.0  # small ones, and ties
+    x[4, 1:9:2] = 127 / 448 * 2**-9 * torch.tensor([1.0, 1.5, 3.0, 5.0])  # below the normal numbers of FP8
     x[1], x[2, :4], x[3, 40] = 0.0, torch.tensor([1e38, -1e38, 1e-38, 0.0]), float("nan")
     codes_MK, scales_MG, sums_MG = row_codes(x, linear.order_K, 32, is_float=is_float)
     groups_MGK = in_groups(x if linear.order_K is None else x[:, linear.order_K], 32)
