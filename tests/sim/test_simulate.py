@@ -157,6 +157,14 @@ def test_the_bottleneck_is_what_was_planted(cause: Bottleneck) -> None:
     assert all(result.served)
 
 
+def test_a_first_token_that_is_just_in_time_is_no_cause() -> None:
+    """The request misses the other bound alone."""
+    (one,) = run(load(1)).served
+    assert one is not None
+    slo = Slo(ttft_s=one.ttft_s, itl_s=one.itl_s / 2)
+    assert simulate(SPLIT, load(1), profile=PROFILE, slo=slo).bottleneck is Bottleneck.DECODE_COMPUTE
+
+
 def test_seconds_of_arrival_count_a_gap_for_each_request() -> None:
     assert arrival_seconds([0.0, 1.0, 2.0]) == 3.0
     assert arrival_seconds([5.0]) == 0.0

@@ -107,7 +107,7 @@ def test_a_field_that_is_too_short(field: str) -> None:
     check_complete(world.decode, inputs)
     wrong = np.zeros(1, dtype=np.int64)
     with pytest.raises(AssertionError, match=field):
-        check_complete(world.decode, dataclasses.replace(inputs, **{field: wrong}))
+        world.checks.launching(world.decode, dataclasses.replace(inputs, **{field: wrong}))
 
 
 def test_a_launcher_with_checks_does_not_hide_what_they_find() -> None:

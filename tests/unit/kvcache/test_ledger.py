@@ -291,6 +291,12 @@ class TestAudit:
         with pytest.raises(LeakError, match="3 free rows"):
             audit(ledger)
 
+    def test_a_lost_host_page(self) -> None:
+        ledger = new_ledger()
+        ledger.host.num_pages += 1
+        with pytest.raises(LeakError, match="1 in all"):
+            audit(ledger)
+
     def test_a_request_that_still_holds_pages_on_an_idle_node(self) -> None:
         ledger = new_ledger()
         admit(ledger, TEN)

@@ -252,3 +252,9 @@ def test_a_host_that_vanishes_is_noticed_in_time(timeout_s: float) -> None:
     while not num_sent or 1000 * due_s < over_ms:
         due_s, num_sent = due_s + interval_s, num_sent + 1
     assert timeout_s - 1 < due_s <= timeout_s and num_sent <= 2
+
+
+def test_a_short_message_does_not_wait_for_the_answer_to_the_one_before() -> None:
+    with socket.socket() as sock:
+        notice_vanished(sock, 10)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

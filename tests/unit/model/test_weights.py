@@ -144,6 +144,15 @@ def test_nothing_of_the_files_stays_resident(
     assert torch.equal(row, named[511].float())
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel says what is resident")
+def test_pieces_of_a_tensor_do_not_stay_resident(tmp_path: Path) -> None:
+    """The kernel may map some MiB around what is read."""
+    save_file({"rows": torch.ones(4096, 1024)}, tmp_path / "model.safetensors")
+    pieces = Checkpoint(tmp_path, piece_nbytes=1 << 20).pieces("rows")
+    seen = [(int(rows.sum()), resident_kb(tmp_path)) for _, rows in pieces]
+    assert len(seen) == 16 and all(total == 1 << 18 and kb < 8 * 1024 for total, kb in seen)
+
+
 def resident_kb(folder: Path) -> int:
     """How much of the folder's files is in this process's memory."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)

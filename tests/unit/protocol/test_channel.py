@@ -298,7 +298,9 @@ def test_strangers_do_not_fill_the_log(node: Party, caplog: pytest.LogCaptureFix
     assert caplog.text.count("stranger_ignored") <= LimitedWarning.LIMIT
 
 
-def test_messages_to_an_unknown_peer_are_dropped(node: Party, router: Party) -> None:
+def test_messages_to_an_unknown_peer_are_dropped(
+    node: Party, router: Party, caplog: pytest.LogCaptureFixture
+) -> None:
     address = node.listen()
     node.send("router-1", PONG)
     router.dial("n", address)
@@ -307,6 +309,7 @@ def test_messages_to_an_unknown_peer_are_dropped(node: Party, router: Party) -> 
     node.send("router-2", PONG)
     node.send("router-1", Leaving("bye"))
     assert router.hear() == ("n", Leaving("bye"))
+    assert "control_error" not in caplog.text
 
 
 def test_a_dialler_that_is_gone_does_not_disturb_the_others(

@@ -82,6 +82,14 @@ class TestTheNextAttempt:
         fleet.kill(decode_of(req))
         assert Cancel(key) in fleet.prefills[0].sent
 
+    def test_a_node_that_has_let_go_by_itself_is_not_told_to(self) -> None:
+        fleet = Fleet(1)
+        fleet.decodes[0].holds(4)
+        req = fleet.start()
+        node, key = decode_of(req), req.key
+        fleet.dispatcher.on_not_cached(node, key)
+        assert req.key.attempt == 1 and Cancel(key) not in node.sent
+
     @pytest.mark.parametrize("how", ["prefill node lost", "prefill node fails", "decode node fails"])
     def test_a_lone_decode_node_prefills(self, how: str) -> None:
         fleet = Fleet(1)

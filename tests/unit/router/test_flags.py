@@ -99,6 +99,12 @@ def test_flags_that_exclude_each_other(args: str, named: str) -> None:
     assert config_of("--control-host", "0.0.0.0", "--insecure").fleet.insecure
 
 
+def test_a_fleet_is_not_insecure_unless_that_is_said() -> None:
+    fleet = FleetOptions(local=LocalTopology(0, 0), control_host="0.0.0.0")
+    with pytest.raises(ConfigError, match="--fleet-key"):
+        RouterConfig(model=None, fleet=fleet).check()
+
+
 def test_flags_of_connections() -> None:
     assert config_of().connections == ConnectionOptions()
     given = ConnectionOptions(
@@ -106,7 +112,7 @@ def test_flags_of_connections() -> None:
         header_timeout_s=1.5,
         body_timeout_s=2.5,
         write_timeout_s=3.5,
-        keep_alive_timeout_s=4,
+        keep_alive_timeout_s=1,
     )
     flags = [(f"--{field.replace('_', '-')}", str(value)) for field, value in asdict(given).items()]
     config = config_of(*itertools.chain(*flags))

@@ -245,6 +245,14 @@ async def test_what_the_loss_of_a_node_says_of_its_process(how: str, loss: Loss)
         assert events.losses == [loss] and (how in events.reasons or how.startswith("its connection"))
 
 
+async def test_a_process_that_ends_before_its_node_is_known_is_listed_as_lost() -> None:
+    async with new_membership() as (membership, _):
+        membership.node_exited("decode-0", Role.DECODE, "exited with code 1", crashed=True)
+        (member,) = membership.members
+        assert (member.node_id, member.state) == ("decode-0", MemberState.LOST)
+        assert member.reason == "exited with code 1"
+
+
 @pytest.mark.parametrize("how", ["silent", "exited"])
 async def test_a_connection_that_is_closed_after_a_silence_is_a_crash_only_if_the_process_has_ended(
     how: str,

@@ -144,6 +144,19 @@ def test_serve_and_stop(start: Start, signum: signal.Signals) -> None:
     assert router.end() == 0
 
 
+def test_a_router_that_stops_lets_its_requests_end(start: Start) -> None:
+    router = start("--page-size", "8")
+    with httpx.Client(base_url=router.until_serving(), timeout=PATIENCE_S, verify=PLAIN) as client:
+        body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 100}}
+        with client.stream("POST", "/generate", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            router.process.send_signal(signal.SIGTERM)
+            *_, last, done = [line for line in lines if line]
+    assert '"length"' in last and done == "data: [DONE]"
+    assert router.end() == 0
+
+
 def test_no_key_is_told(folder: Path, start: Start) -> None:
     key_file = folder / "keys"
     key_file.write_text("# ours\nfirst-key\n")

@@ -15,7 +15,9 @@ from tests.unit.scheduling.conftest import MakeLedger, MakeReq
 def test_scheduling_moves_the_arithmetic_at_once(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
     ledger, req = make_kv_ledger(), make_req(10, max_new_tokens=3)
     req.kv = ledger.admit(ledger.match_prefix(req.ids, ""), "")
+    assert not req.is_in_flight
     first = schedule(req, 6, samples=False)
+    assert req.is_in_flight, "a chunk that samples nothing as well"
     second = schedule(req, 4, samples=True)
     third = schedule(req, 1, samples=True)
     assert [(item.start, item.length, item.position) for item in (first, second, third)] == [
