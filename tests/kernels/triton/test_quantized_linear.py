@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shared.engine.cuda.triton_ops import multiply_quantized
 from shared.kernels.row_codes import quantize_rows
-from shared.kernels.triton.quantized_linear import FEW, FLOAT_FEW, FLOAT_MANY, MANY, Tile, same_bits
+from shared.kernels.triton import quantized_linear as module
+from shared.kernels.triton.quantized_linear import (
+    FEW,
+    FLOAT_FEW,
+    FLOAT_MANY,
+    MANY,
+    Tile,
+    quantized_linear,
+    same_bits,
+)
 from shared.kernels.triton.row_codes import row_codes
 from shared.model.linear import QuantizedLinear, in_groups
 from tests.device import device
@@ -92,6 +102,16 @@ def test_the_product_of_fp8_by_fp8(k: int, group: int, tile: Tile) -> None:
 
 def test_tiles_of_fp8_agree_here() -> None:
     assert same_bits([160], torch.device(device()))
+
+
+def test_a_tile_of_fp8_with_other_bits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x_MK: torch.Tensor, *of_layer: Any, tile: Tile, **how: Any) -> torch.Tensor:
+        out_MN = quantized_linear(x_MK, *of_layer, tile=tile, **how)
+        return out_MN * 1.01 if tile is FLOAT_MANY and x_MK.shape[1] == 96 else out_MN
+
+    monkeypatch.setattr(module, "quantized_linear", broken)
+    assert same_bits([64], torch.device(device()))
+    assert not same_bits([64, 40, 96], torch.device(device()))  # 40 inputs are computed by torch
 
 
 @pytest.mark.parametrize("is_float", [False, True], ids=["int8", "fp8"])
