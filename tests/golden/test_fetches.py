@@ -12,7 +12,7 @@ from shared.config import NodeConfig
 from shared.protocol.messages import Lend, ReqKey
 from tests.cluster import Answer, Cluster, receiver_of, ref, sender_of
 from tests.golden.references import Zoo
-from tests.golden.serving import GREEDY, node_config, overlaps, real_engine
+from tests.golden.serving import GREEDY, node_config, real_engine
 from tests.golden.test_moves import WANTED
 from tests.golden.test_native import config_of
 
@@ -84,8 +84,7 @@ def test_alone_on_torch(zoo: Zoo, which: int, lender: str) -> None:
 
 
 @pytest.mark.usefixtures("native_kernels")
-@overlaps
-@pytest.mark.parametrize("lender", LENDERS)
+@pytest.mark.parametrize(("lender", "overlap"), [("p1", True), ("d0", False)])
 def test_together_on_the_native_kernels(zoo: Zoo, lender: str, overlap: bool) -> None:
     """In bfloat16, against the node that holds the pages, and against computing all of them."""
     config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=PAGE)

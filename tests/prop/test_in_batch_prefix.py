@@ -43,7 +43,7 @@ def passed_over(batch: ScheduleBatch | None, waiting: Sequence[Req], before: Seq
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_no_shared_prefix_is_computed_twice(policy: str, seed: int) -> None:
     """With room for all: each computes less than the threshold of what was admitted before it elsewhere."""
     rng = random.Random(seed)
@@ -71,7 +71,7 @@ def test_no_shared_prefix_is_computed_twice(policy: str, seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_first_come_first_served_but_for_those_who_wait_for_a_prefix(seed: int) -> None:
     """Whoever is passed over shares enough with one who came earlier and is computing it, and only by whole prompts.
 

@@ -51,7 +51,7 @@ def locked_prefixes(rng: random.Random, page_size: int, count: int) -> list[Pref
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_it_is_what_happens_step_by_step(seed: int) -> None:
     rng = random.Random(seed)
     page_size, count = rng.choice([1, 2, 3, 8]), rng.randint(1, 7)

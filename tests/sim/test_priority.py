@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions
 from shared.protocol.messages import Ping, ReqKey
 from shared.protocol.sampling_params import SamplingParams
-from tests.cluster import Cluster
+from tests.cluster import Cluster, small_config
 from tests.token_engine import reference_tokens, token_engine
 
-PAGE_SIZE = 4
 NUM_NEW = 40
-
-
-def node_config(num_tokens: int, **schedule: object) -> NodeConfig:
-    return NodeConfig(
-        model=ModelOptions(context_length=256),
-        cache=CacheOptions(page_size=PAGE_SIZE, max_total_tokens=num_tokens),
-        schedule=ScheduleOptions(num_reserved_decode_tokens=0, max_running_requests=16, **schedule),  # type: ignore[arg-type]
-    )
 
 
 class Runner:
     """1P1D; the decode node's pool holds three requests of 40 tokens to begin with."""
 
     def __init__(self, num_tokens: int = 132, **schedule: object) -> None:
-        self.cluster = Cluster(
-            1,
-            1,
-            token_engine,
-            node_config(4096, **schedule),
-            decode_config=node_config(num_tokens, **schedule),
-        )
+        own = {"slots": 16, "chunk": 512, "headroom": 0, **schedule}
+        prefill, decode = small_config(tokens=4096, **own), small_config(tokens=num_tokens, **own)  # type: ignore[arg-type]
+        self.cluster = Cluster(1, 1, token_engine, prefill, decode_config=decode)
         self.prompts: dict[ReqKey, list[int]] = {}
 
     def submit(self, rid: str, priority: int, *, num_ids: int = 40) -> ReqKey:
@@ -63,11 +49,7 @@ class Runner:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_an_arrival_of_high_priority_takes_the_place_of_a_low_one(enabled: bool, overlap: bool) -> None:
-    runner = Runner(
-        enable_priority_scheduling=enabled,
-        priority_aging_steps=0,
-        disable_overlap_schedule=not overlap,
-    )
+    runner = Runner(enable_priority_scheduling=enabled, priority_aging_steps=0, overlap=overlap)
     low = [runner.submit(f"low{i}", 0) for i in range(3)]
     for key in low:
         runner.until_known(key, 2)
@@ -112,10 +94,7 @@ def test_nobody_is_retracted_for_one_that_would_not_fit_even_so() -> None:
 def test_the_node_tells_which_policy_is_in_effect() -> None:
     """The router shows a node's load in /get_server_info."""
     for disabled, policy in ((False, "lpm"), (True, "fcfs")):
-        config = NodeConfig(
-            cache=CacheOptions(max_total_tokens=320, disable_radix_cache=disabled),
-            schedule=ScheduleOptions(schedule_policy="lpm"),
-        )
+        config = small_config(keeps_prefixes=not disabled, schedule_policy="lpm")
         with Cluster(1, 1, token_engine, config) as cluster:
             cluster.step()
             for name in ("p0", "d0"):

@@ -85,7 +85,8 @@ def test_one_fault_at_each_place(place: Place, fault: Fault) -> None:
     )
     fleet = fleet_2p2d(shape, on_step=saboteur.look)
     saboteur.fleet = fleet
-    fleet.submit(chats(random.Random(3), 160, gap_s=0.004, block_tokens=BLOCK_TOKENS))
+    num_requests = 160 if place in (Place.AHEAD, Place.WAITING) else 80  # it takes a while until one is there
+    fleet.submit(chats(random.Random(3), num_requests, gap_s=0.004, block_tokens=BLOCK_TOKENS))
     fleet.run()
     assert saboteur.victim is not None, f"no request was ever in {place}"
     assert_all_ended_and_empty(fleet)
@@ -109,7 +110,7 @@ def check_end_of_victim(fault: Fault, outcome: Outcome) -> None:
     assert outcome.error.status in wanted[fault], outcome.error
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_many_faults_at_random(seed: int) -> None:
     rng = random.Random(seed)
     node = small(

@@ -7,23 +7,20 @@ what a new token sees through its window (`TokenStream`), so a wrong window page
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
-import torch
 
 from shared.errors import LinkError
 from shared.kvcache.audit import LeakError, audit
 from shared.kvcache.ledger import KVLedger, ReqKV
-from shared.kvcache.windows import WindowPages
-from shared.kvtransfer.staging import Chunk, ChunkPlan, Envelope
-from shared.kvtransfer.states import ReceiveTransfer, SendTransfer
+from shared.kvtransfer.staging import ChunkPlan, Envelope
 from shared.protocol.messages import KVLayout, ReqKey
 from tests.cluster import Cluster
 from tests.prop.stepping import Stepping, new_req
 from tests.sim.test_moves import both_overlaps, config, params, prompt, wanted
-from tests.token_engine import TokenPool, token_engine
+from tests.token_engine import token_engine
 
 WINDOW, PAGE = 9, 4
 windowed = partial(token_engine, window=WINDOW)
@@ -155,59 +152,6 @@ def test_a_window_page_that_is_freed_one_step_early_ends_the_node(monkeypatch: p
     monkeypatch.setattr(KVLedger, "slide", early)
     with pytest.raises(AssertionError, match="through its window"):
         run_alone(overlap=False)
-
-
-def test_a_window_that_is_taken_for_shorter_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything agrees on the wrong page, so only what a token sees shows it."""
-    first_page = WindowPages.first_page
-    monkeypatch.setattr(WindowPages, "first_page", lambda windows, n: first_page(windows, n + PAGE))
-    driver = Stepping(window=WINDOW, page_size=PAGE, may_fail=True)
-    driver.add(new_req("r", prompt(1, 30), 30))
-    while driver.live:
-        driver.step()
-    assert driver.failed == ["r"]
-
-
-@pytest.mark.parametrize("plant", ["sender", "receiver"])
-def test_a_page_of_one_group_through_the_table_of_the_other(
-    plant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its digest is right, as it is that of the wrong page. The window of the next token is not."""
-
-    def of_pages(transfer: SendTransfer | ReceiveTransfer, chunk: Chunk) -> list[int] | None:
-        transfer.window_ids, window_ids = list(range(1, len(transfer.page_ids) + 1)), transfer.window_ids
-        try:
-            return begin(transfer, chunk)  # type: ignore[arg-type]
-        finally:
-            transfer.window_ids = window_ids
-
-    begin: Callable[..., list[int] | None]
-    if plant == "sender":
-        begin = SendTransfer.begin_gather
-        monkeypatch.setattr(SendTransfer, "begin_gather", of_pages)
-    else:
-        begin = ReceiveTransfer.begin_scatter
-        monkeypatch.setattr(ReceiveTransfer, "begin_scatter", of_pages)
-    with Cluster(1, 1, windowed, config()) as cluster:
-        for seed in range(3):
-            key = cluster.router.submit(f"r{seed}", prompt(seed, 30), params(9), "p0", "d0")
-        cluster.run(lambda: any(answer.failures for answer in cluster.router.answers.values()))
-        assert cluster.router.answers[key].failures or not cluster.router.answers[key].ended
-
-
-def test_a_window_page_that_is_damaged_on_its_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    scatter = TokenPool.scatter
-
-    def damaged(
-        pool: TokenPool, pages: Sequence[int], first_layer: int, num: int, src: torch.Tensor, seed: int
-    ) -> int:
-        return scatter(pool, pages, first_layer, num, src ^ 1 if first_layer else src, seed)
-
-    monkeypatch.setattr(TokenPool, "scatter", damaged)
-    with Cluster(1, 1, windowed, config()) as cluster:
-        answer = cluster.router.answers[cluster.router.submit("r", prompt(1, 30), params(9), "p0", "d0")]
-        cluster.run(lambda: bool(answer.failures))
-        assert "arrived corrupt" in str(answer.failures)
 
 
 def test_no_chunk_has_layers_of_both_groups_and_each_names_its_own() -> None:

@@ -26,6 +26,7 @@ from tests.patience import eventually
 from tests.unit.router.fakes import (
     FakeNode,
     events,
+    figure,
     joined_pair,
     joined_router,
     new_client,
@@ -114,8 +115,8 @@ async def test_client_disconnect_cancels_everywhere(model_folder: Path, stream: 
             await prefill.wait_for(Cancel)
         else:
             assert not prefill.all(Cancel)  # the decode node has spoken: the prefill node let go
-        metrics = (await client.get("/metrics")).text
-        assert 'sglang:num_aborted_requests_total{model_name="tiny",role="router"} 1.0' in metrics
+        assert await figure(client, "sglang:num_aborted_requests_total") == 1
+        assert await figure(client, "baton:num_queued_reqs") == 0, "its place is free"
 
 
 async def test_a_restarted_node_is_dialled_again_with_a_new_identity(model_folder: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import zmq
@@ -45,14 +43,8 @@ from tests.unit.router.fakes import (
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
 
 
-@contextlib.asynccontextmanager
-async def serving(model_folder: Path) -> AsyncIterator[tuple[FakeNode, FakeNode, httpx.AsyncClient]]:
-    async with joined_pair(model_folder) as ((prefill, decode), _, client):
-        yield prefill, decode, client
-
-
 async def test_the_fleet_is_listed_with_its_load(model_folder: Path) -> None:
-    async with serving(model_folder) as (prefill, decode, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         link = LinkReport("prefill-0#1", True, "gloo", {"shm": "the nodes are not on one host"})
         decode.load = Load(num_running=3, num_links=1, links=(link,))
         await until_loads(client, decode)
@@ -115,7 +107,7 @@ async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(model_fo
 
 
 async def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(model_folder: Path) -> None:
-    async with serving(model_folder) as (_, decode, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         decode.script = one_then_nothing
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
@@ -138,7 +130,7 @@ async def test_what_still_runs_after_the_timeout_is_ended_and_the_node_told(mode
 
 
 async def test_a_drained_prefill_node_hands_over_first(model_folder: Path) -> None:
-    async with serving(model_folder) as (prefill, decode, client):
+    async with joined_pair(model_folder) as ((prefill, decode), _, client):
         release = wait_before_story(decode)
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
@@ -155,7 +147,7 @@ async def test_a_drained_prefill_node_hands_over_first(model_folder: Path) -> No
 
 
 async def test_a_node_that_dies_while_it_is_drained_is_not_dialled_again(model_folder: Path) -> None:
-    async with serving(model_folder) as (_, decode, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         decode.script = one_then_nothing
         running = asyncio.create_task(client.post("/generate", json=BODY))
         await decode.wait_for(Decode)
@@ -208,7 +200,7 @@ async def test_adding_a_node(model_folder: Path) -> None:
     """Its numerics may differ: whether it gets pages is between the nodes."""
     other = FakeNode(Role.DECODE, "decode-1")
     other.layout = msgspec.structs.replace(other.layout, numerics="native-1/amx/bfloat16")
-    async with serving(model_folder) as (prefill, _, client), other:
+    async with joined_pair(model_folder) as ((prefill, _), _, client), other:
         address = other.address.removeprefix("tcp://")
         for _ in range(2):  # it may be there already
             added = await client.post("/fleet/nodes", json={"role": "decode", "address": address})
@@ -229,7 +221,7 @@ async def test_adding_a_node(model_folder: Path) -> None:
 async def test_a_node_that_has_told_no_load_has_none(model_folder: Path) -> None:
     other = FakeNode(Role.DECODE, "decode-1")
     other.silent = True
-    async with serving(model_folder) as (_, _, client), other:
+    async with joined_pair(model_folder) as (_, _, client), other:
         added = await client.post("/fleet/nodes", json={"role": "decode", "address": other.address})
         assert added.json()["node"]["state"] == "alive" and "load" not in added.json()["node"]
 
@@ -253,7 +245,7 @@ STRANGERS: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_a_node_that_does_not_fit_is_refused_by_name_and_forgotten(model_folder: Path) -> None:
-    async with serving(model_folder) as (_, __, client):
+    async with joined_pair(model_folder) as (_, _, client):
         for change, words in STRANGERS:
             stranger = FakeNode(change.get("role", Role.DECODE), "stranger")
             stranger.layout = msgspec.structs.replace(stranger.layout, **change.get("layout", {}))
@@ -290,7 +282,7 @@ async def test_a_node_that_has_joined_is_not_loading_any_more(model_folder: Path
 
 
 async def test_what_cannot_be_added_or_removed(model_folder: Path) -> None:
-    async with serving(model_folder) as (_, decode, client):
+    async with joined_pair(model_folder) as ((_, decode), _, client):
         for body, words in (
             ({"role": "decode", "address": "127.0.0.1:1"}, "127.0.0.1:1 cannot be reached: connection"),
             ({"role": "decode", "address": "no-such-host.invalid"}, "no-such-host.invalid does not resolve"),

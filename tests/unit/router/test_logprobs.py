@@ -31,7 +31,6 @@ from tests.unit.router.fakes import (
     byte_level_tokenizer,
     events,
     joined_pair,
-    tell_first_token,
 )
 from tests.unit.router.sample_tokenizers import KINDS, sample
 from tests.unit.router.scoring import packed, scored_first_token, scored_story, value
@@ -164,16 +163,9 @@ def test_a_batch_asks_for_each_prompt(model_folder: Path) -> None:
         logprob_start_len=[0, 0, -1],
         top_logprobs_num=[1, 0, 2],
         token_ids_logprob=[[5], None, [6, 7]],
+        sampling_params={"max_new_tokens": 1},
     )
-
-    async def silent(node: FakeNode, message: Prefill | Decode) -> None:
-        if message.work.params.logprobs is None:
-            await tell_first_token(node, message)
-        else:
-            await scored_first_token(node, message)
-
-    body["sampling_params"] = {"max_new_tokens": 1}
-    answers, prefill = run(model_folder, "/generate", body, prefill=silent)
+    answers, prefill = run(model_folder, "/generate", body)
     wanted = {sent.work.input_ids[0]: sent.work.params.logprobs for sent in prefill.all(Prefill)}
     assert wanted == {1: LogprobParams(0, 1, (5,)), 4: None, 7: LogprobParams(-1, 2, (6, 7))}
     lengths = [len(a["meta_info"].get("input_token_logprobs", "no")) for a in answers]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared.protocol.messages import Decode, Finish, Prefill
+from shared.protocol.messages import Prefill
 from shared.protocol.sampling_params import Grammar, SamplingParams, TokenBias
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_pair
-from tests.unit.router.test_logprobs import scored_first_token, scored_story
+from tests.unit.router.fakes import EOS, FakeNode, byte_level_tokenizer, events, joined_pair
+from tests.unit.router.scoring import scored_first_token, scored_story
 
 EVERYTHING: dict[str, Any] = {
     "max_new_tokens": 3,
@@ -33,21 +33,15 @@ EVERYTHING: dict[str, Any] = {
     "regex": "a+",
     "sampling_seed": 11,
 }
-SENT = {
-    "max_new_tokens": 3,
-    "min_new_tokens": 2,
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "top_k": 7,
-    "min_p": 0.1,
-    "frequency_penalty": -1.0,
-    "presence_penalty": 1.5,
-    "repetition_penalty": 1.25,
+OTHERWISE = {
     "stop_token_ids": (5, 6),
-    "ignore_eos": True,
     "logit_bias": (TokenBias(3, -2.5), TokenBias(7, 1.0)),
     "grammar": Grammar("regex", "a+"),
 }
+SENT = {
+    name: value for name, value in EVERYTHING.items() if name in SamplingParams.__struct_fields__
+} | OTHERWISE
+"""What the nodes get of it, but for the seed."""
 
 
 def of_prompt(node: FakeNode, first_id: int) -> list[Prefill]:
@@ -99,8 +93,7 @@ async def test_names_and_namespaces_of_a_batch(model_folder: Path) -> None:
 
 
 async def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: Path) -> None:
-    scripts = {"prefill": scored_unless_silent, "decode": scored_unless_silent}
-    async with joined_pair(model_folder, **scripts) as (_, _, client):
+    async with joined_pair(model_folder, prefill=scored_first_token, decode=scored_story) as (_, _, client):
         body = {
             "input_ids": [[1, 2], [3, 4]],
             "sampling_params": [{"max_new_tokens": 3, "n": 2}, {"max_new_tokens": 2}],
@@ -123,20 +116,13 @@ async def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_fol
         assert num_told == {0: 3, 1: 3, 2: 2}
 
 
-async def scored_unless_silent(node: FakeNode, message: Prefill | Decode) -> None:
-    """A script: logprobs for those who ask, the story for the others."""
-    if message.work.params.logprobs is None:
-        last = message.work.params.max_new_tokens - 1
-        if isinstance(message, Prefill):
-            node.tokens(message.key, 0, node.story[:1])
-            return
-        for position in range(last + 1):
-            finish = Finish("length") if position == last else None
-            node.tokens(message.key, position, [node.story[position]], finish)
-    elif isinstance(message, Prefill):
-        await scored_first_token(node, message)
-    else:
-        await scored_story(node, message)
+async def test_special_tokens_are_in_the_text_if_they_are_wanted(model_folder: Path) -> None:
+    async with joined_pair(model_folder) as (nodes, _, client):
+        for node in nodes:
+            node.story = byte_level_tokenizer().encode(f"a{EOS}b").ids
+        params = [{"max_new_tokens": 3, "skip_special_tokens": skip} for skip in (True, False)]
+        answer = await client.post("/generate", json={"input_ids": [[1], [2]], "sampling_params": params})
+        assert [one["text"] for one in answer.json()] == ["ab", f"a{EOS}b"]
 
 
 async def test_tokens_of_a_text_and_back(model_folder: Path) -> None:
