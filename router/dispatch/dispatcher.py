@@ -268,7 +268,7 @@ class Dispatcher:
                 req.start = measure_start(req)
             if req.ended:
                 self._forget(req, Cancel(req.key))
-            elif req in self._suspicion.trials and req.failover.is_past_crashes(len(req.output_ids)):
+            elif req.failover.crashed and req.failover.is_past_crashes(len(req.output_ids)):
                 req.failover.crashed.clear()
                 self._suspicion.trials.pop(req, None)
         self._metrics.count("sglang:generation_tokens", num_generated)

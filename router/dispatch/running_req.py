@@ -38,8 +38,8 @@ MAX_FAILURES = 6
 _FIRST_PAUSE_S = 0.1
 _CRASHES_OF_A_SUSPECT = 2
 TRIAL_TOKENS = 8
-"""A suspect that has gone on for so many tokens beyond the place of the last crash is acquitted. Its node runs
-nothing else until then."""
+"""A sequence that has gone on for so many tokens beyond the place of the last crash has not caused it. The node of a
+suspect runs nothing else until then."""
 
 
 class Cause(StrEnum):
@@ -398,8 +398,10 @@ def why_wrong(entry: TokenEntry, attempt: Attempt, work: Work, role: Role, vocab
         return f"tokens at position {entry.position}, where {num_told or attempt.first} was due"
     num_tokens, limit = len(entry.token_ids), work.params.max_new_tokens
     end = entry.position + num_tokens
-    matched = () if entry.finish is None or entry.finish.matched is None else (entry.finish.matched,)
-    if wrong := _outside((*entry.token_ids, *matched), vocab_size):
+    token_ids = entry.token_ids
+    if entry.finish is not None and entry.finish.matched is not None:
+        token_ids = (*token_ids, entry.finish.matched)
+    if wrong := _outside(token_ids, vocab_size):
         return wrong
     if end > limit or (end == limit > 0 and entry.finish is None):
         return f"{end} tokens of {limit} without a finish"
@@ -431,5 +433,7 @@ def _wrong_logprobs(
 
 
 def _outside(token_ids: Iterable[int], vocab_size: int) -> str:
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    return "" if wrong is None else f"the token id {wrong} of a vocabulary of {vocab_size}"
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            return f"the token id {token_id} of a vocabulary of {vocab_size}"
+    return ""

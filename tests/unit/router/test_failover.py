@@ -421,6 +421,18 @@ class TestPoison:
         fleet.wait(4)
         assert req.nodes and not req.ended
 
+    @pytest.mark.parametrize(("num_tokens", "is_suspect"), [(TRIAL_TOKENS - 1, True), (TRIAL_TOKENS, False)])
+    def test_a_crash_is_forgotten_once_it_has_gone_on(self, num_tokens: int, is_suspect: bool) -> None:
+        """A long stream outlives many nodes that crash for another reason."""
+        fleet = Fleet(4)
+        req = fleet.start(max_new_tokens=100)
+        fleet.tell(req, 7, 7, 7)
+        fleet.kill(decode_of(req))
+        fleet.wait(1)
+        fleet.tell(req, *[7] * num_tokens)
+        fleet.kill(decode_of(req))
+        assert req.failover.is_suspect is is_suspect
+
     @pytest.mark.parametrize("has_gone_on", [False, True])
     def test_a_crash_that_a_peer_tells_first_counts_too(self, has_gone_on: bool) -> None:
         """As a failed transfer, so that the sequence is elsewhere when the node is lost."""
