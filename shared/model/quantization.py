@@ -305,7 +305,7 @@ def _scheme(group: _ConfigGroup, file_format: str, key: str, path: Path) -> Sche
         and weights.type == "float"
         and file_format in ("float-quantized", "naive-quantized")
     ):
-        return _float_scheme(weights, key, path, is_weight_only=inputs is None)
+        return _float_scheme(group, weights, key, path)
     if weights is None or weights.type != "int" or weights.num_bits not in (4, 8) or weights.dynamic:
         what = "none"
         if weights is not None:
@@ -371,15 +371,20 @@ def _has_order(weights: _Args, key: str, path: Path) -> bool:
             raise _unsupported(path, f"{key}.weights.actorder", other, "group, weight, null")
 
 
-def _float_scheme(weights: _Args, key: str, path: Path, *, is_weight_only: bool) -> Scheme:
+def _float_scheme(group: _ConfigGroup, weights: _Args, key: str, path: Path) -> Scheme:
     """FP8. Scales of activations are those of each token, even where a file has fixed ones."""
-    if (weights.type, weights.num_bits, weights.symmetric) != ("float", 8, True):
-        what = f"{weights.type} of {weights.num_bits} bits"
-        raise _unsupported(path, f"{key}.weights", what, "symmetric float of 8 bits in float-quantized")
+    for name, args in (("weights", weights), ("input_activations", group.input_activations)):
+        if args is not None and (args.type, args.num_bits, args.symmetric) != ("float", 8, True):
+            what = f"{args.type} of {args.num_bits} bits"
+            raise _unsupported(path, f"{key}.{name}", what, "symmetric float of 8 bits in float-quantized")
+    if weights.dynamic or group.output_activations is not None:
+        what = "dynamic weights" if weights.dynamic else "output_activations"
+        raise _unsupported(path, key, what, "weights that are not dynamic, and input_activations")
     block: tuple[int, int | None] | None
     structure = weights.block_structure
     if isinstance(structure, str):  # "128x128"
-        structure = [int(size) for size in re.findall(r"\d{1,9}", structure)]
+        sizes = re.fullmatch(r"(\d{1,9})x(\d{1,9})", structure)
+        structure = [] if sizes is None else [int(size) for size in sizes.groups()]
     match weights.granularity, structure:
         case "tensor", _:
             block = None
@@ -396,7 +401,7 @@ def _float_scheme(weights: _Args, key: str, path: Path, *, is_weight_only: bool)
         group_size=None,
         is_symmetric=True,
         block=block,
-        is_weight_only=is_weight_only,
+        is_weight_only=group.input_activations is None,
     )
 
 
