@@ -95,8 +95,8 @@ class StreamForm:
 
     def encode(self, event: Any) -> bytes:
         """An event."""
-        name = f"event: {event['type']}\n".encode() if self.names_events else b""
-        return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
+        data = b"data: %b\n\n" % msgspec.json.encode(event)
+        return f"event: {event['type']}\n".encode() + data if self.names_events else data
 
 
 DATA_ONLY = StreamForm(names_events=False, error=error_body, end=b"data: [DONE]\n\n")
@@ -214,9 +214,10 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if self._first is not None:
             await self._send(send, self._first)
+        encode = self._form.encode
         try:
             async for event in self._events:
-                await self._send(send, event)
+                await send({"type": "http.response.body", "body": encode(event), "more_body": True})
         except RequestError as e:
             await self._send(send, self._form.error(e))
         except (ClientDisconnect, OSError):
