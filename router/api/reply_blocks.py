@@ -32,12 +32,16 @@ NAMED_EVENTS: dict[int | str, dict[str, Any]] = {
 
 @dataclass
 class Block:
-    """One block. `text` is that of reasoning or content, or the arguments of the call of the function `name`."""
+    """One block. `text` is that of reasoning or content, or the arguments of the call of the function `name`.
+
+    It `is_cut` where its sequence ended within it, by its limit.
+    """
 
     index: int
     kind: Literal["reasoning", "content", "call"]
     name: str = ""
     text: str = ""
+    is_cut: bool = False
 
     def __post_init__(self) -> None:
         self.id = secrets.token_hex(16)
@@ -78,6 +82,7 @@ class ReplyBlocks:
             yield from self._told(self._read([], generation.output.end, is_cut=is_cut))
             if not self.blocks:
                 yield self._begin("content")
+            self.blocks[-1].is_cut = is_cut
             yield from self._end()
 
     def _read(self, texts: Sequence[str], end: str | None = None, *, is_cut: bool = False) -> ReplyDelta:

@@ -236,7 +236,7 @@ class ResponsesShape(BlockShape):
         where = place if block.kind == "call" else {**place, "content_index": 0}
         match kind:
             case "begin":
-                item = _item(block, "in_progress", is_empty=True)
+                item = _item(block, has_begun=True)
                 yield self._event("response.output_item.added", output_index=block.index, item=item)
                 if block.kind != "call":
                     yield self._event("response.content_part.added", **where, part=_part(block, ""))
@@ -246,8 +246,7 @@ class ResponsesShape(BlockShape):
                 yield self._event(f"{prefix}.done", **where, **{part: block.text}, **_own(block))
                 if block.kind != "call":
                     yield self._event("response.content_part.done", **where, part=_part(block, block.text))
-                item = _item(block, "completed")
-                yield self._event("response.output_item.done", output_index=block.index, item=item)
+                yield self._event("response.output_item.done", output_index=block.index, item=_item(block))
 
     def end(self, generation: Generation, told: ReplyBlocks) -> Iterator[Event]:
         """The response with all that it has."""
@@ -263,9 +262,7 @@ class ResponsesShape(BlockShape):
         elif isinstance(reason, AbortReason):
             status, more = "failed", {"error": {"code": "server_error", "message": reason.message}}
         num_input, num_output = generation.req.prompt_len, len(generation.output_ids)
-        items = [_item(block, "completed") for block in told.blocks]
-        if status == "incomplete":
-            items[-1] = _item(told.blocks[-1], "incomplete")
+        items = [_item(block) for block in told.blocks]
         usage = {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": generation.req.cached_tokens},
@@ -299,10 +296,12 @@ def _item_id(block: Block) -> str:
     return {"reasoning": "rs_", "content": "msg_", "call": "fc_"}[block.kind] + block.id
 
 
-def _item(block: Block, status: str, *, is_empty: bool = False) -> Event:
+def _item(block: Block, *, has_begun: bool = False) -> Event:
+    """With what it has at its end, or, where it `has_begun`, with nothing yet."""
+    status = "in_progress" if has_begun else "incomplete" if block.is_cut else "completed"
     head = {"id": _item_id(block), "status": status}
-    text = "" if is_empty else block.text
-    parts = [] if is_empty else [_part(block, text)]
+    text = "" if has_begun else block.text
+    parts = [] if has_begun else [_part(block, text)]
     match block.kind:
         case "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": parts}

@@ -103,7 +103,12 @@ async def test_how_it_ends(hermes: Path, finish: str) -> None:
     async with with_client(hermes, "fine", finish) as (client, _):
         answer = await client.responses.create(model="tiny", input="Warm?")
         assert answer.status == {"stop": "completed", "length": "incomplete"}[finish]
-        assert answer.output_text == "fine"
+        assert answer.output_text == "fine" and answer.output[0].status == answer.status
+        events = [
+            event async for event in await client.responses.create(model="tiny", input="Warm?", stream=True)
+        ]
+        (done,) = [event for event in events if event.type == "response.output_item.done"]
+        assert done.item.status == answer.status
         why = answer.incomplete_details and answer.incomplete_details.reason
         assert why == (None if finish == "stop" else "max_output_tokens")
 
