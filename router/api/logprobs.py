@@ -134,7 +134,7 @@ class ScoredText:
             token_ids += generation.prompt.work.input_ids[: len(logprobs)]
             skip = generation.prompt.options.skip_special_tokens
             detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip)
-            lengths = [len(detokenizer.feed((token_id,))) for token_id in token_ids]
+            lengths = [len(detokenizer.feed(token_id)) for token_id in token_ids]
             offsets += itertools.accumulate(lengths[:-1], initial=0)
         if output_from is not None:
             token_ids += generation.output_ids[output_from:]

@@ -105,23 +105,20 @@ class OpenAIShape:
     async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
         """An event for all tokens of a sequence that have come."""
         options = self._asked.stream
-
-        def usage_so_far() -> MaybeUsage:
-            return self.usage(group.generations) if options.continuous_usage_stats else UNSET
-
         num_sent: dict[int, int] = {}
         async with group:
             async for generation, text in group.steps():
+                usage = self.usage(group.generations) if options.continuous_usage_stats else UNSET
                 first = num_sent.get(generation.index)
                 if first is None:
                     first = num_sent[generation.index] = 0
-                    make = functools.partial(self.opening, generation, usage_so_far())
+                    make = functools.partial(self.opening, generation, usage)
                     num_chars = CHARS_A_LOGPROB * generation.prompt.num_input_logprobs
                     opening = await self._tokenizer.workers.run(num_chars, make)
                     if opening is not None:
                         yield opening
                 if text or generation.finish_reason is not None:
-                    more = self.delta(generation, text, first, usage_so_far())
+                    more = self.delta(generation, text, first, usage)
                     if more is not None:
                         yield more
                         num_sent[generation.index] = len(generation.output_ids)
@@ -242,7 +239,7 @@ class ChatShape(OpenAIShape):
 
     def delta(self, generation: Generation, text: str, first: int, usage: MaybeUsage) -> Answer | None:
         """The event for more text; None while the text may become a call, or is only what surrounds one."""
-        reader = self._reader(generation)
+        reader = self._reader(generation) if self._reads is not None else None
         more = self._more(generation, reader, text)
         if more == _NOTHING and generation.finish_reason is None:
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -229,13 +230,14 @@ class Dispatcher:
 
     def on_tokens(self, node: Node, entries: Sequence[TokenEntry]) -> None:
         """Take the tokens of one step of `node`. Tokens of ended sequences are dropped."""
-        now, num_generated = self._clock(), 0
+        now, vocab_size = self._clock(), self._vocab_size()
+        gaps: Counter[float] = Counter()
         for entry in entries:
             req = self._running.get(entry.key.rid)
             attempt = req.attempt_of(entry.key) if req is not None else None
             if req is None or attempt is None or node not in attempt.nodes:
                 continue
-            if why := why_wrong(entry, attempt, req.work, node.role, self._vocab_size()):
+            if why := why_wrong(entry, attempt, req.work, node.role, vocab_size):
                 self._disbelieve(req, attempt, node, f"told {why}")
                 continue
             attempt.num_told[node.role] = entry.position + len(entry.token_ids)
@@ -260,9 +262,10 @@ class Dispatcher:
             if req.numerics is None:
                 req.numerics = Numerics(attempt.nodes[0].numerics, attempt.nodes[-1].numerics)
             num_new = req.arrive(entry.position, entry.token_ids, entry.finish, now)
-            num_generated += num_new
-            self._metrics.tokens(req, num_new, since, now)
-            if since is None and num_new:
+            if num_new and since is not None:
+                gaps[(now - since) / num_new] += num_new
+            elif num_new:
+                self._metrics.first_tokens(num_new, now - req.started_at)
                 self.queue.leave(req.key.rid)
             if entry.report is not None and req.start is None:
                 req.start = measure_start(req)
@@ -271,7 +274,7 @@ class Dispatcher:
             elif req.failover.crashed and req.failover.is_past_crashes(len(req.output_ids)):
                 req.failover.crashed.clear()
                 self._suspicion.trials.pop(req, None)
-        self._metrics.count("sglang:generation_tokens", num_generated)
+        self._metrics.later_tokens(gaps)
 
     def on_failed(self, node: Node, failed: Failed) -> None:
         """End a sequence that `node` has refused, or send it to other nodes, since `node` could not go on with it.

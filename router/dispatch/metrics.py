@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -140,16 +140,16 @@ class Metrics:
         self.count("sglang:num_requests")
         self.num_reqs += 1
 
-    def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
-        """Count `num_new` tokens that came in order; `since` is the time of the token before them."""
-        if num_new == 0:
-            return
-        self.num_tokens += num_new
-        if since is None:
-            self._ttft.observe(now - req.started_at)
-            self.ttft.observe(now - req.started_at)
-        else:
-            itl_s = (now - since) / num_new
+    def first_tokens(self, num_new: int, ttft_s: float) -> None:
+        """Count the first tokens of a sequence, which came `ttft_s` after its dispatch."""
+        self._count_tokens(num_new)
+        self._ttft.observe(ttft_s)
+        self.ttft.observe(ttft_s)
+
+    def later_tokens(self, gaps: Mapping[float, int]) -> None:
+        """Count those of a step that were not the first of their sequences: so many for each latency in seconds."""
+        self._count_tokens(sum(gaps.values()))
+        for itl_s, num_new in gaps.items():
             self.itl.observe(itl_s, num_new)
             for _ in range(num_new):
                 self._itl.observe(itl_s)
@@ -175,6 +175,10 @@ class Metrics:
                 self._stages.labels(part.node.role, stage).observe(seconds)
                 if (part.node.role, stage) == (Role.DECODE, ReqStage.TRANSFERRING):
                     self._kv_transfer.observe(seconds)
+
+    def _count_tokens(self, num_new: int) -> None:
+        self.count("sglang:generation_tokens", num_new)
+        self.num_tokens += num_new
 
     def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(name, description, buckets=buckets, registry=self._own)

@@ -217,10 +217,9 @@ class RunningReq:
 
     def attempt_of(self, key: ReqKey) -> Attempt | None:
         """The attempt `key`, if tokens of it may still come."""
-        for attempt in (self.attempts[-1], self.moving, self.left):
-            if attempt is not None and attempt.key == key:
-                return attempt
-        return None
+        if self.attempts[-1].key == key:
+            return self.attempts[-1]
+        return next((one for one in (self.moving, self.left) if one is not None and one.key == key), None)
 
     def needs(self, node: Node) -> bool:
         """True when the sequence cannot go on as it is without `node`."""
@@ -370,13 +369,13 @@ class TokenOrder:
         if self.end is None:
             self.end = max(position, self.next)
 
-    def add(self, position: int, token_ids: Sequence[int]) -> list[int]:
+    def add(self, position: int, token_ids: Sequence[int]) -> Sequence[int]:
         """Take tokens whose first is at `position`; returns those that can be forwarded now."""
-        limit = position + len(token_ids) if self.end is None else self.end
         if position == self.next and not self._ahead:
-            ready = list(token_ids[: max(0, limit - position)])
-            self.next += len(ready)
-            return ready
+            in_order = token_ids if self.end is None else token_ids[: max(0, self.end - position)]
+            self.next += len(in_order)
+            return in_order
+        limit = position + len(token_ids) if self.end is None else self.end
         for at, token_id in enumerate(token_ids, start=position):
             if self.next <= at < limit:
                 self._ahead.setdefault(at, token_id)
@@ -397,19 +396,18 @@ def why_wrong(entry: TokenEntry, attempt: Attempt, work: Work, role: Role, vocab
     if entry.position < 0 or not begins_right:
         return f"tokens at position {entry.position}, where {num_told or attempt.first} was due"
     num_tokens, limit = len(entry.token_ids), work.params.max_new_tokens
-    end = entry.position + num_tokens
-    token_ids = entry.token_ids
-    if entry.finish is not None and entry.finish.matched is not None:
-        token_ids = (*token_ids, entry.finish.matched)
-    if wrong := _outside(token_ids, vocab_size):
+    end, finish, report = entry.position + num_tokens, entry.finish, entry.report
+    if wrong := _outside(entry.token_ids, vocab_size):
         return wrong
-    if end > limit or (end == limit > 0 and entry.finish is None):
+    if (finish is None and end >= limit > 0) or end > limit:
         return f"{end} tokens of {limit} without a finish"
-    if entry.finish is not None and not num_tokens and limit:
-        return f"a finish at position {end} without a token"
-    num_known = len(work.input_ids) + attempt.first
-    if entry.report is not None and entry.report.cached_tokens > num_known:
-        return f"{entry.report.cached_tokens} cached tokens of {num_known}"
+    if finish is not None:
+        if not num_tokens and limit:
+            return f"a finish at position {end} without a token"
+        if finish.matched is not None and (wrong := _outside((finish.matched,), vocab_size)):
+            return wrong
+    if report is not None and report.cached_tokens > len(work.input_ids) + attempt.first:
+        return f"{report.cached_tokens} cached tokens of {len(work.input_ids) + attempt.first}"
     asked, is_first = work.params.logprobs, num_told is None
     if asked is None:
         return "logprobs that were not asked for" if entry.logprobs or entry.input_logprobs else ""

@@ -91,13 +91,13 @@ class Generation:
 
     def advance(self) -> str:
         """Take the tokens that have arrived; returns the text that they add. Raises the sequence's RequestError."""
-        token_ids = self.req.take()
-        if self.req.error is not None:
-            raise self.prompt.in_terms_of_request(self.req.error)
-        finish, num_before = self.req.finish, len(self.output_ids)
+        req = self.req
+        token_ids, finish, num_before = req.take(), req.finish, len(self.output_ids)
+        if req.error is not None:
+            raise self.prompt.in_terms_of_request(req.error)
         added = self.output.add(token_ids, finish)
         if self.prompt.work.params.logprobs is not None:
-            self.output_logprobs += self.req.take_logprobs(num_before, len(self.output_ids))
+            self.output_logprobs += req.take_logprobs(num_before, len(self.output_ids))
         if self.output.matched is not None:
             self._finish(StopReason(matched=self.output.matched))
         elif isinstance(finish, Aborted):
@@ -185,7 +185,9 @@ class GenerationGroup:
         self._unfinished = set(self.generations)
         self._fail_overdue()
         while self._unfinished:
-            await self._until_ready()
+            while not self._ready:
+                self._one_ready = asyncio.get_running_loop().create_future()
+                await self._one_ready
             ready, self._ready = self._ready, {}
             for generation in ready:
                 if generation not in self._unfinished:
@@ -241,11 +243,6 @@ class GenerationGroup:
         self._ready[generation] = None
         if self._one_ready is not None and not self._one_ready.done():
             self._one_ready.set_result(None)
-
-    async def _until_ready(self) -> None:
-        while not self._ready:
-            self._one_ready = asyncio.get_running_loop().create_future()
-            await self._one_ready
 
     def _fail_overdue(self) -> None:
         """Fail the sequences whose deadline has passed, and set the timer to the next deadline.

@@ -173,14 +173,17 @@ class OutputText:
         first = len(self.texts)
         by_stop_id = _is_stop_id(token_ids, finish)
         num_shown = len(token_ids) - (by_stop_id and not self._options.no_stop_trim)
-        for at, token_id in enumerate(
-            token_ids
-        ):  # one by one, since a stop may end the text between two of them
+        for at, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
-            armed = self._armed and not (by_stop_id and at == len(token_ids) - 1)
-            self.texts.append(self._text_of(token_id, armed=armed) if at < num_shown else "")
-            if self.matched is not None:
-                return "".join(self.texts[first:])
+            if at >= num_shown:
+                self.texts.append("")
+            elif self._matcher is None:
+                self.texts.append(self._detokenizer.feed(token_id))
+            else:
+                armed = self._armed and not (by_stop_id and at == len(token_ids) - 1)
+                self.texts.append(self._scan(self._matcher, token_id, armed=armed))
+                if self.matched is not None:  # a stop may end the text between two tokens
+                    return "".join(self.texts[first:])
         if finish is not None:
             self.end = self._detokenizer.flush()
             if self._matcher is not None:
@@ -189,18 +192,16 @@ class OutputText:
                 self.end = scan.text + self._matcher.flush()
         return "".join(self.texts[first:]) + self.end
 
-    def _text_of(self, token_id: int, *, armed: bool) -> str:
-        if self._matcher is None:
-            return self._detokenizer.feed((token_id,))
+    def _scan(self, matcher: StopMatcher, token_id: int, *, armed: bool) -> str:
         before = ""
         if self._options.skip_special_tokens:
             special = self._tokenizer.vocabulary.special_text(token_id)
-            scan = self._matcher.feed(special, visible=False, armed=armed)
+            scan = matcher.feed(special, visible=False, armed=armed)
             if scan.matched is not None:
                 self.matched = scan.matched
                 return scan.text
             before = scan.text
-        scan = self._matcher.feed(self._detokenizer.feed((token_id,)), armed=armed)
+        scan = matcher.feed(self._detokenizer.feed(token_id), armed=armed)
         self.matched = scan.matched
         return before + scan.text
 

@@ -143,18 +143,15 @@ class ByteLevelDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
-        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+    def feed(self, token_id: int) -> str:
+        """The text that this id completes."""
+        if self._skip_special_tokens and self._vocabulary.special_text(token_id):
+            return ""
+        return self._decoder.decode(self._vocabulary.bytes_of(token_id))
 
     def flush(self) -> str:
         """A U+FFFD if a character is not complete."""
         return self._decoder.decode(b"", final=True)
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        if self._skip_special_tokens and self._vocabulary.special_text(token_id):
-            return b""
-        return self._vocabulary.bytes_of(token_id)
 
 
 class WindowDetokenizer:
@@ -175,17 +172,16 @@ class WindowDetokenizer:
         self._context_text = ""
         self._take_context(vocabulary.visible(prompt_ids[-CONTEXT_TOKENS:], skip_special_tokens))
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
-        return "".join(map(self._step, self._vocabulary.visible(token_ids, self._skip_special_tokens)))
+    def feed(self, token_id: int) -> str:
+        """The text that this id completes."""
+        if not self._vocabulary.visible((token_id,), self._skip_special_tokens):
+            return ""
+        self._new.append(token_id)
+        return self._text(final=len(self._new) > _MAX_HELD_TOKENS)
 
     def flush(self) -> str:
         """The text of all ids that are held back."""
         return self._text(final=True)
-
-    def _step(self, token_id: int) -> str:
-        self._new.append(token_id)
-        return self._text(final=len(self._new) > _MAX_HELD_TOKENS)
 
     def _text(self, *, final: bool) -> str:
         text = self._decode([*self._context, *self._new])[len(self._context_text) :]

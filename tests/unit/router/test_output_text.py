@@ -73,7 +73,7 @@ def slowly(kind: str, prompt: Prompt, ids: Sequence[int], finish: Finish | Abort
                 continue
             hidden = vocabulary.special_text(token_id) if prompt.options.skip_special_tokens else ""
             text, visible = text + hidden, visible + [False] * len(hidden)
-            piece = detokenizer.feed([token_id])
+            piece = detokenizer.feed(token_id)
         text, visible = text + piece, visible + [True] * len(piece)
         if is_end or len(token_ids) <= prompt.work.params.min_new_tokens:
             continue
