@@ -79,7 +79,9 @@ class DecodeScheduler:
         self.queued_tokens = QueuedTokens(engine.ledger)
         queues = (self.grammar_queue, self.prealloc_queue, self.batcher, self.queued_tokens)
         self.reqs = ReqTable(engine.ledger, router_port, queues, self._cancel_transfer)
-        self._trial = Trial(self.reqs, router_port, engine.clock)
+        self._clock = engine.clock
+        self._trial: Trial | None = None
+        """The latest one."""
         self._desk = RouterDesk(parts, self.reqs, self.grammar_queue, self.batcher)
 
     def step(self) -> bool:
@@ -107,7 +109,8 @@ class DecodeScheduler:
         self._sender.tick()
         self._hear_transfers()
         self.lending.advance(beside_handoffs=len(self.moves) > 0)
-        self._trial.advance()
+        if self._trial is not None:
+            self._trial.advance()
 
     def _hear_transfers(self) -> None:
         for event in self._receiver.poll():
@@ -128,7 +131,7 @@ class DecodeScheduler:
                     self._move_ended(sent)
 
     def _start(self, message: Decode) -> None:
-        if self._trial.excludes_others:
+        if self._trial is not None and self._trial.excludes_others:
             self._router_port.hand_back(message.key, HANDED_BACK)
             return
         req = self._desk.accept(message)
@@ -147,7 +150,14 @@ class DecodeScheduler:
         if req.params.grammar is not None:
             enqueue = partial(self.grammar_queue.add, req, enqueue)
         if message.alone_tokens:
-            self._trial.add(req, message.alone_tokens, enqueue)
+            self._trial = Trial(
+                req,
+                message.alone_tokens,
+                enqueue,
+                reqs=self.reqs,
+                router_port=self._router_port,
+                clock=self._clock,
+            )
         else:
             enqueue()
 

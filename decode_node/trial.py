@@ -26,50 +26,52 @@ HANDED_BACK = "this node runs another request alone"
 
 
 class Trial:
-    """The latest request that runs, or is to run, alone on this node."""
+    """A request that runs, or is to run, alone on this node for `num_tokens`. `enqueue` lets it begin."""
 
-    def __init__(self, reqs: ReqTable, router_port: RouterPort, clock: Clock) -> None:
+    def __init__(
+        self,
+        req: Req,
+        num_tokens: int,
+        enqueue: Callable[[], None],
+        *,
+        reqs: ReqTable,
+        router_port: RouterPort,
+        clock: Clock,
+    ) -> None:
+        self._req, self._until = req, req.output_len + num_tokens
+        self._enqueue: Callable[[], None] | None = enqueue
         self._reqs = reqs
         self._router_port = router_port
         self._clock = clock
-        self._req: Req | None = None
-        self._until = 0
-        self._empty_by = 0.0
+        self._empty_by = clock() + EMPTY_S
         self._begins_at: float | None = None
         """None while this node holds other requests."""
-        self._enqueue: Callable[[], None] | None = None
+        others = self._others()
+        router_port.want_moved(other.key for other in others)
+        log.event("trial", **req.fields, num_others=len(others))
 
     @property
     def excludes_others(self) -> bool:
-        """Whether a request waits to run alone, or does."""
-        return self._req is not None and self._req.key in self._reqs and self._req.output_len < self._until
-
-    def add(self, req: Req, num_tokens: int, enqueue: Callable[[], None]) -> None:
-        """Have `req` run alone for `num_tokens`. `enqueue` lets it begin."""
-        self._req, self._until, self._enqueue = req, req.output_len + num_tokens, enqueue
-        self._empty_by, self._begins_at = self._clock() + EMPTY_S, None
-        others = self._others(req)
-        self._router_port.want_moved(other.key for other in others)
-        log.event("trial", **req.fields, num_others=len(others))
+        """Whether the request waits to run alone, or does."""
+        return self._req.key in self._reqs and self._req.output_len < self._until
 
     def advance(self) -> None:
         """Let the request begin once this node holds no other, and has said so."""
         if self._enqueue is None or not self.excludes_others:
             return
-        assert self._req is not None
         if self._begins_at is not None:
             if self._clock() >= self._begins_at:
                 enqueue, self._enqueue = self._enqueue, None
                 enqueue()
             return
         if self._clock() >= self._empty_by:
-            for other in self._others(self._req):
+            for other in self._others():
                 if other.finish is None:
                     self._router_port.hand_back(other.key, HANDED_BACK)
                     self._reqs.end(other.key, HANDED_BACK)
-        if not self._others(self._req):
+        if not self._others():
             self._begins_at = self._clock() + LEAVE_S
             self._router_port.say(RunsAlone(self._req.key))
 
-    def _others(self, req: Req) -> list[Req]:
-        return [other for other in self._reqs.values() if other is not req]
+    def _others(self) -> list[Req]:
+        return [other for other in self._reqs.values() if other is not self._req]

@@ -113,7 +113,7 @@ class PrefillScheduler:
         for sent in self._sender.poll():
             if isinstance(sent, SendEnded):
                 self._vitals.count_transfer(sent.nbytes, sent.seconds, ok=sent.ok)
-            if self.lending.hear(sent):
+            if sent.key not in self._opened and self.lending.hear(sent):
                 continue
             match sent:
                 case Ready(key, prefix_pages):

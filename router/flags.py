@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import replace
 
-from router.dispatch.policy import POLICIES
+from router.dispatch.placement import POLICIES
 from router.http.config import (
     ConnectionOptions,
     DispatchOptions,

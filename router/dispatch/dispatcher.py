@@ -21,8 +21,7 @@ from router.dispatch.fleet_view import Fleet, FleetView, WaitingQueue, retry_aft
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
 from router.dispatch.node import Loss, Node, Numerics, believed
-from router.dispatch.placement import Placement, Route
-from router.dispatch.policy import POLICIES
+from router.dispatch.placement import POLICIES, Placement, Route
 from router.dispatch.running_req import (
     MAX_FAILURES,
     TRIAL_TOKENS,

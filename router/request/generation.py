@@ -203,7 +203,7 @@ class GenerationGroup:
             pass
         return self.generations
 
-    def _add(self, prompt_index: int, conditions: StopConditions) -> None:
+    def _add(self, prompt_index: int, conditions: StopConditions | None) -> None:
         prompt = self.prompts[prompt_index]
         for choice in range(prompt.options.n):
             output = OutputText(self._tokenizer, prompt, conditions)

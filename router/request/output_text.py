@@ -66,8 +66,13 @@ class StopScan:
     matched: str | None = None
 
 
-async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers) -> list[StopConditions]:
-    """The stops of each prompt. They are compiled once, by `workers` if they are long. Raises RequestError."""
+async def stop_conditions(
+    prompts: Sequence[AnswerOptions], workers: TextWorkers
+) -> list[StopConditions | None]:
+    """The stops of each prompt, if it has any. They are compiled once, by `workers` if they are long.
+
+    Raises RequestError.
+    """
     fields = {pattern: options.stop_regex_field for options in prompts for pattern in options.stop_regex}
     sizes = {pattern: expanded_size(pattern) for pattern in fields}
     num_chars = sum(sizes.values())
@@ -79,8 +84,8 @@ async def stop_conditions(prompts: Sequence[AnswerOptions], workers: TextWorkers
             param=field,
         )
 
-    def conditions() -> list[StopConditions]:
-        made: dict[tuple[tuple[str, ...], tuple[str, ...]], StopConditions] = {}
+    def conditions() -> list[StopConditions | None]:
+        made: dict[tuple[tuple[str, ...], tuple[str, ...]], StopConditions | None] = {((), ()): None}
         for options in prompts:
             key = options.stop, options.stop_regex
             if key not in made:
@@ -143,7 +148,7 @@ class OutputText:
     A token has the text that it completes, so one that is half a character, or may become a stop, has none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, conditions: StopConditions) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, conditions: StopConditions | None) -> None:
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         """Of each token."""
@@ -156,7 +161,9 @@ class OutputText:
         self._detokenizer: Detokenizer = tokenizer.detokenizer(
             skip_special_tokens=self._options.skip_special_tokens, prompt_ids=prompt.work.input_ids
         )
-        self._matcher = StopMatcher(conditions, keep=self._options.no_stop_trim) if conditions else None
+        self._matcher = (
+            StopMatcher(conditions, keep=self._options.no_stop_trim) if conditions is not None else None
+        )
         self._joined = ""
         self._num_joined = 0
 

@@ -54,7 +54,7 @@ _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 class StopConditions:
-    """The stops of one prompt, compiled."""
+    """The stops of one prompt, compiled: one at least."""
 
     def __init__(
         self, strings: Sequence[str], patterns: Sequence[str] = (), field: str = "stop_regex"
@@ -69,9 +69,6 @@ class StopConditions:
         """The client's string or pattern of each."""
         self.first_chars = None if patterns else frozenset(string[0] for string in strings)
         """With which a stop begins; None where it may begin with any."""
-
-    def __bool__(self) -> bool:
-        return bool(self.compiled)
 
 
 class StopCursor:

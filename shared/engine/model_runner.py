@@ -113,7 +113,8 @@ class ModelRunner:
         self._backend = backend
         self._future_map = FutureMap(num_rows, device)
         self._penalties = PenaltyTable(backend.vocab_size, device, backend.penalize)
-        self._uploads = Uploads(device, start_copy or start_copy_to(device))
+        start_copy = start_copy or start_copy_to(device)
+        self._uploads = Uploads(device, start_copy) if start_copy is not None else None
         self._span = span
         self.device = device
 
@@ -168,8 +169,11 @@ class ModelRunner:
         return SampledTensors(token_ids_S, logprobs, of_prompt)
 
 
-def upload_sampling(inputs: HostSampling, uploads: Uploads) -> SamplingInputs[torch.Tensor]:
-    """The same on the device, where it arrives in one copy; none if nothing was asked for."""
+def upload_sampling(inputs: HostSampling, uploads: Uploads | None) -> SamplingInputs[torch.Tensor]:
+    """The same on the device, where it arrives in one copy; on a CPU (no `uploads`) it is there."""
+    if uploads is None:
+        there: SamplingInputs[torch.Tensor] = inputs.map(torch.from_numpy)
+        return there
     arrays: list[np.ndarray] = []
     inputs.map(arrays.append)
     if not arrays:

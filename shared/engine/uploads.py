@@ -99,15 +99,13 @@ class Uploads:
     allocated on the stream that uses them, so the device's memory is reused behind the kernels that read it.
     """
 
-    def __init__(self, device: torch.device, start_copy: StartCopy | None) -> None:
+    def __init__(self, device: torch.device, start_copy: StartCopy) -> None:
         self._device = device
         self._start_copy = start_copy
         self._ring: BlockRing | None = None
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Each array as a tensor on the device. On a CPU the tensor is the array's memory."""
-        if self._start_copy is None:
-            return [torch.from_numpy(array) for array in arrays]
+        """Each array as a tensor on the device."""
         ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
         if not ends:
             return []

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from shared import log
 from shared.errors import ConfigError, PeerMismatch, TransferError
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.receive_worker import ReceiveWorker
-from shared.kvtransfer.side import Peer, Side
+from shared.kvtransfer.side import KeyedInbox, Peer, Side
 from shared.kvtransfer.staging import Chunk, ChunkPlan
 from shared.kvtransfer.states import (
     Received,

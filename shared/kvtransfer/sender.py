@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from shared import log
 from shared.errors import LinkError
 from shared.kvtransfer.endpoint import Endpoint
-from shared.kvtransfer.inbox import KeyedInbox
 from shared.kvtransfer.link_worker import LinkWorker
 from shared.kvtransfer.send_worker import SendWorker
-from shared.kvtransfer.side import Peer, Side
+from shared.kvtransfer.side import KeyedInbox, Peer, Side
 from shared.kvtransfer.staging import Chunk
 from shared.kvtransfer.states import ReadyOverdue, SendEnded, SendEvent, SendState, SendTransfer
 from shared.protocol.messages import PROTOCOL_VERSION, Refused, ReqKey

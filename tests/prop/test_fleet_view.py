@@ -7,7 +7,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.dispatch.node import Loss
-from router.dispatch.policy import POLICIES
+from router.dispatch.placement import POLICIES
 from router.dispatch.running_req import Attempt, RunningReq
 from shared.protocol.messages import Failed, Finish, Load, ReqReport, Role, TokenEntry
 from tests.unit.router.dispatched import PAGE, FakeNode, Fleet

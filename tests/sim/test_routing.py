@@ -13,7 +13,7 @@ from planner.simulator.fleet import FleetShape
 from planner.simulator.node import NodeShape
 from planner.simulator.transport import NetworkModel
 from planner.traffic.trace import SimRequest
-from router.dispatch.policy import POLICIES
+from router.dispatch.placement import POLICIES
 from shared.config import ScheduleOptions
 from shared.protocol.messages import Role
 from tests.bench.recorded import load_trace, scaled

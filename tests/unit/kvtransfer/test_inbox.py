@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shared.kvtransfer.inbox import KeyedInbox, Remembered
+from shared.kvtransfer.side import KeyedInbox, Remembered
 from shared.kvtransfer.states import SendTransfer
 from shared.protocol.messages import ReqKey
 from shared.protocol.transfer_messages import Ready

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from router.dispatch.node import MAX_FIGURE, believed
-from router.dispatch.policy import POLICIES
+from router.dispatch.placement import POLICIES
 from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqReport, Role, Stamp
 from tests.patience import eventually
 from tests.unit.router.dispatched import Fleet

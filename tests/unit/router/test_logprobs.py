@@ -20,7 +20,6 @@ from router.dispatch.running_req import RunningReq
 from router.request.generation import Generation
 from router.request.output_text import OutputText
 from router.request.prompt import Prompt
-from router.text.stops import StopConditions
 from router.text.tokenizer import INLINE_CHARS, Tokenizer
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
@@ -233,7 +232,7 @@ def test_a_stream_words_the_prompt_once() -> None:
     key = ReqKey("router", "1")
     req = RunningReq(key, prompt.work, wake=lambda: None, now=0.0)
     tokenizer = Tokenizer(byte_level_tokenizer())
-    output = OutputText(tokenizer, prompt, StopConditions(()))
+    output = OutputText(tokenizer, prompt, None)
     generation = Generation(prompt, 0, 0, 0, output)
     generation.dispatched(req)
     words: list[int] = []
@@ -339,7 +338,7 @@ class TestCompletions:
         params = SamplingParams(logprobs=LogprobParams(top_num=250))
         prompt = Prompt(rid="a", work=Work((1,), params))
         req = RunningReq(ReqKey("router", "1"), prompt.work, wake=lambda: None, now=0.0)
-        generation = Generation(prompt, 0, 0, 0, OutputText(tokenizer, prompt, StopConditions(())))
+        generation = Generation(prompt, 0, 0, 0, OutputText(tokenizer, prompt, None))
         generation.dispatched(req)
         ids = [*range(200), *range(100_000, 100_050)]
         scores = {token_id: -1 - at / 64 for at, token_id in enumerate(ids)}

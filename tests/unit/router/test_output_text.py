@@ -40,7 +40,9 @@ def prompt_of(
 
 
 def output_of(kind: str, prompt: Prompt, patterns: Sequence[str] = ()) -> OutputText:
-    return OutputText(TOKENIZERS[kind], prompt, StopConditions(prompt.options.stop, patterns))
+    stop = prompt.options.stop
+    conditions = StopConditions(stop, patterns) if stop or patterns else None
+    return OutputText(TOKENIZERS[kind], prompt, conditions)
 
 
 def told(output: OutputText, pieces: Sequence[Sequence[int]], finish: Finish | Aborted) -> Told:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from router.dispatch.node import PrefixIndex
-from router.dispatch.policy import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES
+from router.dispatch.placement import MAX_IMBALANCE, MIN_SAVED_TOKENS, POLICIES
 from shared.protocol.logprobs import LogprobParams
 from shared.protocol.messages import Decode, Finish, Load, NodeLimits, Prefill, Role, Work
 from shared.protocol.sampling_params import SamplingParams

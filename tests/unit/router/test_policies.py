@@ -9,7 +9,7 @@ import pytest
 
 from router.dispatch.estimate import PAUSE_COSTS, TOKENS_AHEAD
 from router.dispatch.node import Node
-from router.dispatch.policy import (
+from router.dispatch.placement import (
     MAX_COMPARED,
     compared,
     ttft,
