@@ -14,7 +14,7 @@ import msgspec
 from planner.cost_model import CostModel, Seconds
 from shared.config import ScheduleOptions
 from shared.errors import ConfigError
-from shared.scheduling.policies import POLICIES
+from shared.scheduling.schedule_policy import POLICIES
 
 SCHEMA_VERSION = 3
 MAX_BYTES_S = 1e15

@@ -60,15 +60,11 @@ class Fetches:
         self._batcher = batcher
         self._clock = clock
         self._fetches: dict[ReqKey, _Fetch] = {}
-        self._awaited: dict[ReqKey, _Fetch] = {}
+        self.awaited: dict[ReqKey, _Fetch] = {}
         """The fetch that each waiting request waits for."""
 
     def __len__(self) -> int:
         return len(self._fetches)
-
-    def __contains__(self, key: ReqKey) -> bool:
-        """Whether the request of `key` waits."""
-        return key in self._awaited
 
     def start(self, req: Req, source: Source, within_s: float, go_on: GoOn) -> None:
         """Fetch what `source` has of the prompt of `req`, then call `go_on`, also when the fetch fails.
@@ -95,7 +91,7 @@ class Fetches:
 
     def remove(self, req: Req) -> None:
         """Forget a request that ended, and give up its fetch if it was for no other request."""
-        fetch = self._awaited.pop(req.key, None)
+        fetch = self.awaited.pop(req.key, None)
         if fetch is None:
             return
         del fetch.waiting[req]
@@ -139,7 +135,7 @@ class Fetches:
 
     def _await(self, fetch: _Fetch, req: Req, go_on: GoOn) -> None:
         fetch.waiting[req] = _Waiting(go_on, self._clock())
-        self._awaited[req.key] = fetch
+        self.awaited[req.key] = fetch
 
     def _reserve(self, fetch: _Fetch, *, may_cool: bool) -> None:
         """Find a place for the pages, or end the fetch. With `may_cool`, leave it to the next turn to decide."""
@@ -182,7 +178,7 @@ class Fetches:
         """Give the place back, and what has come in it to the RadixCache."""
         del self._fetches[fetch.key]
         for req in fetch.waiting:
-            del self._awaited[req.key]
+            del self.awaited[req.key]
         if fetch.kv is not None:
             self._ledger.cache_finished_req(fetch.kv, fetch.ids)
         now = self._clock()

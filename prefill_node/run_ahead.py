@@ -123,7 +123,7 @@ class RunAhead:
     def _next(self) -> tuple[Req, int] | None:
         """The first request in order whose prompt is not cached, and the tokens with which its next chunk ends."""
         ledger, num_ahead = self._ledger, self.num_pages
-        waiting = [req for req in self._waiting if req.key not in self._fetches]
+        waiting = [req for req in self._waiting if req.key not in self._fetches.awaited]
         for req in self._batcher.in_order(waiting)[:MAX_CANDIDATES]:
             prefix = self._cached.peek(req)
             num_cached = prefix.num_pages

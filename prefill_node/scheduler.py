@@ -157,7 +157,8 @@ class PrefillScheduler:
 
     def _enqueue(self, req: Req) -> None:
         """Have `req` computed, once it waits in none of the first three queues any more."""
-        if not any(req.key in queue for queue in (self.bootstrap_queue, self.grammar_queue, self.fetches)):
+        waiting = self.bootstrap_queue, self.grammar_queue.waiting, self.fetches.awaited
+        if not any(req.key in queue for queue in waiting):
             self.batcher.add(req)
 
     def _admit(self, key: ReqKey, prefix_pages: int) -> None:
@@ -165,7 +166,7 @@ class PrefillScheduler:
         if req is None:
             return
         self.run_ahead.reserved(req)
-        if req.key not in self.fetches:  # else it is counted when it is known what has to be computed
+        if req.key not in self.fetches.awaited:  # else it is counted when it is known what has to be computed
             self.queued_tokens.add(req)
         if not 0 <= prefix_pages <= self._ledger.pages_for(len(req.ids)):
             reason = f"the decode node claims to hold {prefix_pages} pages of this prompt"

@@ -15,7 +15,7 @@ from shared.config import (
 )
 from shared.errors import ConfigError
 from shared.flags import FlagParser, add_flags, argv_of, options_of
-from shared.scheduling.policies import POLICIES
+from shared.scheduling.schedule_policy import POLICIES
 
 _OF_ROUTERS = ("router_timeout_s", "fixed_role")
 

@@ -52,24 +52,21 @@ class GrammarQueue:
         self._timeout_s = timeout_s
         self._clock = clock
         self._on_compiled = on_compiled
-        self._waiting: dict[ReqKey, _Waiting] = {}
+        self.waiting: dict[ReqKey, _Waiting] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, key: ReqKey) -> bool:
-        return key in self._waiting
+        return len(self.waiting)
 
     def add(self, req: Req, go_on: Callable[[], None]) -> None:
         """Have the grammar of `req` compiled; `take` gives both back. `on_compiled` is called by any thread."""
         assert req.params.grammar is not None
         future = self._pool.compile(req.params.grammar)
-        self._waiting[req.key] = _Waiting(req, go_on, future, self._clock() + self._timeout_s)
+        self.waiting[req.key] = _Waiting(req, go_on, future, self._clock() + self._timeout_s)
         future.add_done_callback(lambda _: self._on_compiled())
 
     def remove(self, req: Req) -> None:
         """Forget a request that ended."""
-        waiting = self._waiting.pop(req.key, None)
+        waiting = self.waiting.pop(req.key, None)
         if waiting is not None:
             waiting.future.cancel()
 
@@ -77,7 +74,7 @@ class GrammarQueue:
         """Requests that leave: their grammar is compiled and follows their known outputs, or there is an error."""
         over: list[WaitOver] = []
         now = self._clock()
-        for waiting in self._waiting.values():
+        for waiting in self.waiting.values():
             if waiting.future.done():
                 error = self._start(waiting.req, waiting.future)
             elif now >= waiting.deadline:
@@ -86,7 +83,7 @@ class GrammarQueue:
                 continue
             over.append(WaitOver(waiting.req, waiting.go_on, error))
         for done in over:
-            self._waiting.pop(done.req.key).future.cancel()
+            self.waiting.pop(done.req.key).future.cancel()
         return over
 
     def _too_late(self, waiting: _Waiting) -> RequestError:

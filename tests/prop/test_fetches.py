@@ -186,7 +186,7 @@ def test_the_first_of_those_that_share_a_fetch_may_leave() -> None:
     with fleet() as cluster:
         ids = [*TURN, *prompt(5, 12)]
         first, second = ask_and_hold(cluster, ids), ask(cluster, "second", ids)
-        cluster.run(lambda: second in cluster.nodes["p0"].scheduler.fetches)
+        cluster.run(lambda: second in cluster.nodes["p0"].scheduler.fetches.awaited)
         cluster.router.give_up(first, "the client is gone")
         cluster.step()
         cluster.network.release(Grant)
@@ -318,7 +318,7 @@ def test_without_a_free_row_nothing_is_fetched() -> None:
         taken = [rows.alloc() for _ in range(rows.num_free)]
         key = ask(cluster)
         cluster.run(lambda: key in cluster.nodes["p0"].scheduler.reqs)
-        assert not len(cluster.nodes["p0"].scheduler.fetches)
+        assert not len(cluster.nodes["p0"].scheduler.fetches.awaited)
         for row in taken:
             rows.free(row)
         check(cluster, (key, TURN))
@@ -339,7 +339,7 @@ def test_a_fetch_takes_no_pages_before_a_prompt_that_came_first() -> None:
         cluster.step()
         second = ask(cluster, "second", other)
         cluster.run(lambda: second in cluster.nodes["p0"].scheduler.reqs)
-        assert first in fetches and second not in fetches
+        assert first in fetches.awaited and second not in fetches.awaited
         cluster.network.release(Grant)
         cluster.run(lambda: cluster.router.answers[waits].ended)
         assert cluster.tokens(waits) == reference_tokens(large, 1, eos=None)
@@ -351,7 +351,7 @@ def test_a_prompt_without_a_whole_page_waits_for_no_fetch() -> None:
         first, short = ask_and_hold(cluster), TURN[: PAGE - 1]
         second = ask(cluster, "second", short, decode=None, num_new=1)
         cluster.run(lambda: cluster.router.answers[second].ended)
-        assert first in cluster.nodes["p0"].scheduler.fetches
+        assert first in cluster.nodes["p0"].scheduler.fetches.awaited
         cluster.network.release(Grant)
         assert cluster.tokens(second) == reference_tokens(short, 1, eos=None)
         check(cluster, (first, TURN))
@@ -405,7 +405,7 @@ def test_a_router_that_leaves_takes_its_fetches_along() -> None:
             cluster.router.outbox.send(node, Leaving("the test says so"))
         cluster.router.give_up(key, "its router has left")
         cluster.run(lambda: not len(cluster.nodes["p1"].scheduler.lending))
-        assert not len(cluster.nodes["p0"].scheduler.fetches)
+        assert not len(cluster.nodes["p0"].scheduler.fetches.awaited)
         cluster.network.release(Grant)
 
 

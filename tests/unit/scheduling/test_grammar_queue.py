@@ -68,7 +68,7 @@ def world() -> Iterator[World]:
 def test_a_request_waits_until_its_grammar_is_compiled(world: World) -> None:
     req = world.add("a", token_grammar(3, 9))
     assert world.queue.take() == []
-    assert len(world.queue) == 1 and req.key in world.queue
+    assert len(world.queue) == 1 and req.key in world.queue.waiting
     world.compile_all()
     assert world.woken.is_set()
     (over,) = world.queue.take()
@@ -119,7 +119,7 @@ def test_the_deadline_of_a_slow_grammar_and_of_one_behind_it(world: World) -> No
     by_req = {over.req: over.error for over in world.queue.take()}
     assert {req: error and error.status for req, error in by_req.items()} == {slow: 400, behind: 503}
     assert "--grammar-compile-timeout-s" in str(by_req[slow])
-    assert late.key in world.queue  # asked for the same grammar, but has not waited as long yet
+    assert late.key in world.queue.waiting  # asked for the same grammar, but has not waited as long yet
     world.compile_all()
     assert [over.req for over in world.queue.take()] == [late]
 
