@@ -146,7 +146,7 @@ if DEVICE.type == "cuda":
 
 WINDOWS = (1, 63, 64, 65, SPLIT, SPLIT + 70, None)
 IS_INTERPRETED = DEVICE.type == "cpu"
-"""A case takes a second then, so each kind of heads has two of the batches in either way, and each window all of them
+"""A case takes a second then, so each kind of heads has one of the batches in either way, and each window all of them
 in one."""
 
 
@@ -155,7 +155,7 @@ in one."""
     [
         pytest.param(heads, batch, exact, id=f"{heads}-{batch}-{'exact' if exact else 'fast'}")
         for (i, heads), (j, batch), exact in product(enumerate(HEADS), enumerate(BATCHES), (True, False))
-        if not IS_INTERPRETED or (i + j + 2 * exact) % len(BATCHES) < 2
+        if not IS_INTERPRETED or (i + j + 2 * exact) % len(BATCHES) == 0
     ],
 )
 def test_against_the_slow_twin(heads: Heads, batch: str, exact: bool) -> None:

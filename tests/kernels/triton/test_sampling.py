@@ -64,7 +64,7 @@ def test_every_row_equals_the_twin(kind: str) -> None:
     assert sample(logits, inputs) == expected(logits, inputs)
 
 
-@pytest.mark.parametrize("vocab_size", [16, 20_003], ids="V{}".format)
+@pytest.mark.parametrize("vocab_size", [16, 9001], ids="V{}".format)
 def test_the_size_of_blocks_changes_nothing(vocab_size: int) -> None:
     logits, inputs = case("normal", vocab_size)
     assert sample(logits, inputs, TritonTokens()) == expected(logits, inputs)
