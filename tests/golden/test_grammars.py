@@ -32,6 +32,9 @@ from tests.golden.serving import (
 )
 from tests.patience import PATIENCE_S
 
+pytestmark = pytest.mark.xdist_group("grammars")
+"""One process has the references that all tests look at."""
+
 
 def schema(**properties: object) -> Grammar:
     wanted = {"type": "object", "properties": properties, "required": list(properties)}

@@ -32,7 +32,7 @@ def new_driver(policy: str, *, overlap: bool, num_tokens: int = POOL_TOKENS, **o
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_every_output_is_right_and_every_page_comes_home(seed: int) -> None:
     """Beside arrivals, aborts, and retraction at any step."""
     rng = random.Random(seed)

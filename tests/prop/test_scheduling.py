@@ -15,7 +15,7 @@ from tests.prop.stepping import Stepping, new_req, rids
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_output_is_right_and_every_page_comes_home(policy: str, seed: int) -> None:
     rng = random.Random(seed)
     stepping = Stepping(
@@ -87,7 +87,7 @@ class TestAging:
         return None
 
     @given(priority=st.integers(-5, 5), aging_steps=st.integers(1, 40))
-    @settings(max_examples=60)
+    @settings(max_examples=40)
     def test_nobody_waits_longer_than_the_bound(self, priority: int, aging_steps: int) -> None:
         """(d + 1) * aging_steps forwards, and those who came before that: one that runs and two that wait."""
         bound = (5 - priority + 1) * aging_steps + 3 * self.NUM_NEW + 1

@@ -303,7 +303,7 @@ pieces = st.builds(
     num_programs=st.sampled_from([1, 3, 50]),
     workspace_rows=st.sampled_from([0, 10, 10_000]),
 )
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_every_cut_gives_the_same_bits(
     whole: WholeSequence, pieces: list[Piece], num_programs: int, workspace_rows: int
 ) -> None:

@@ -31,7 +31,7 @@ LEFT_OUT = {
     ("POST", "/fleet/nodes")  # would dial the addresses it is given
 }
 """Tried in tests of their own."""
-NUM_EXAMPLES = 20
+NUM_EXAMPLES = 12
 
 
 class ServingThread:
