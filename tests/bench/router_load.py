@@ -25,7 +25,8 @@ from shared.protocol.messages import Role
 from tests.bench.table import Row
 from tests.patience import until
 from tests.processes import Router
-from tests.unit.router.fakes import CHAT_TEMPLATE, FakeNode, write_model
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import CHAT_TEMPLATE, write_model
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 
 PROMPT = "Say something long about foxes, dogs, and what comes between them."

@@ -20,7 +20,8 @@ from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 from router.http.config import HttpOptions
 from router.server import Router
 from tests.patience import PATIENCE_S
-from tests.unit.router.fakes import FakeNode, joined_router, write_model
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import joined_router, write_model
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or ""
 FLAGS = [

@@ -24,15 +24,8 @@ from shared.protocol.messages import (
     Stamp,
 )
 from tests.browser.conftest import PHONE, opened
-from tests.unit.router.fakes import (
-    STORY,
-    FakeNode,
-    Script,
-    byte_level_tokenizer,
-    one_then_nothing,
-    pair,
-    write_model,
-)
+from tests.unit.router.fake_node import STORY, FakeNode, Script, byte_level_tokenizer, one_then_nothing
+from tests.unit.router.fakes import pair, write_model
 from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, HERMES, TOOLS
 
 LOAD = Load(num_running=3, num_pages=100, num_free_pages=50, num_evictable_pages=30, num_held_pages=20)

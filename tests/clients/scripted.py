@@ -9,7 +9,7 @@ import asyncio
 import json
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Role
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer
+from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}{# <tool_call> <think> #}"

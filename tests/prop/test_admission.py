@@ -21,7 +21,7 @@ from shared.errors import RequestError
 from shared.protocol.messages import Failed, Finish, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.unit.router.dispatched import Fleet
-from tests.unit.router.fakes import byte_level_tokenizer
+from tests.unit.router.fake_node import byte_level_tokenizer
 
 MAX_QUEUED = 6
 LONG = 40_000

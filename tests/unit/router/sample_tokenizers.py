@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from tests.unit.router.fakes import STORY, byte_level_tokenizer
+from tests.unit.router.fake_node import STORY, byte_level_tokenizer
 
 TEXTS = (
     STORY,

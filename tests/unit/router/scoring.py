@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, TokenEntry, Tokens
-from tests.unit.router.fakes import FakeNode, tell_first_token, tell_story
+from tests.unit.router.fake_node import FakeNode, tell_first_token, tell_story
 
 
 def value(position: int, rank: int = 0) -> float:

@@ -19,7 +19,7 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from tests.unit.router.fakes import FakeNode
+from tests.unit.router.fake_node import FakeNode
 
 ROOMY = NodeLimits(context_length=65536, max_total_num_tokens=1 << 24, max_running_requests=65536)
 

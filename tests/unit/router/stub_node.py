@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from shared.protocol.messages import Join, Leaving, LoadFailed, Loading, NodeLimits, Role
-from tests.unit.router.fakes import FakeNode
+from tests.unit.router.fake_node import FakeNode
 
 HOLD = "hold"
 PACKAGES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}

@@ -15,7 +15,8 @@ from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.patience import eventually
-from tests.unit.router.fakes import joined_pair, one_then_nothing
+from tests.unit.router.fake_node import one_then_nothing
+from tests.unit.router.fakes import joined_pair
 
 
 class HeldTokenizer:

@@ -18,16 +18,8 @@ from router.request.admission import Admissions
 from router.server import Router
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, NodeLimits
-from tests.unit.router.fakes import (
-    FakeNode,
-    figure,
-    joined_router,
-    one_then_nothing,
-    openai_client,
-    pair,
-    say_nothing,
-    until_queued,
-)
+from tests.unit.router.fake_node import FakeNode, one_then_nothing, say_nothing
+from tests.unit.router.fakes import figure, joined_router, openai_client, pair, until_queued
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTES: Sequence[tuple[str, dict[str, object]]] = (

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Role
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, joined_router, openai_client, write_model
+from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import joined_router, openai_client, write_model
 from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, HERMES, QUESTION, TOOLS
 
 IDS = byte_level_tokenizer().encode(AUTO).ids

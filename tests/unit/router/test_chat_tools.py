@@ -15,14 +15,8 @@ import openai
 import pytest
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Tokens
-from tests.unit.router.fakes import (
-    FakeNode,
-    Script,
-    byte_level_tokenizer,
-    joined_pair,
-    openai_client,
-    write_model,
-)
+from tests.unit.router.fake_node import FakeNode, Script, byte_level_tokenizer
+from tests.unit.router.fakes import joined_pair, openai_client, write_model
 from tests.unit.router.scoring import entry
 from tests.unit.router.test_reply_parser import OWN_TEMPLATE
 

@@ -27,7 +27,8 @@ from router.http.config import ConnectionOptions, HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.fake_node import FakeNode, one_then_nothing
+from tests.unit.router.fakes import joined_router, pair
 from tests.unit.router.raw_client import RawClient, post
 
 NUM_CLIENTS = 5

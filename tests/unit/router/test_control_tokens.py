@@ -19,7 +19,8 @@ from router.text.served_model import ServedModel
 from router.text.tokenizer import MARK
 from shared.errors import RequestError
 from shared.protocol.messages import Prefill
-from tests.unit.router.fakes import STORY, joined_pair, write_model
+from tests.unit.router.fake_node import STORY
+from tests.unit.router.fakes import joined_pair, write_model
 from tests.unit.router.sample_tokenizers import llama2, unigram
 from tests.unit.router.test_chat_template import AFTER_A_CALL, FOLDER, QUESTION, TOOLS
 

@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 from shared.protocol.messages import Role
 from shared.protocol.resolver import Resolver
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode
+from tests.unit.router.fake_node import FakeNode
 from tests.unit.router.test_membership import TIMING, changes_of, new_membership
 
 

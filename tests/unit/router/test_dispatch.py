@@ -23,19 +23,8 @@ from shared.protocol.messages import (
     Role,
 )
 from tests.patience import eventually
-from tests.unit.router.fakes import (
-    FakeNode,
-    events,
-    figure,
-    joined_pair,
-    joined_router,
-    new_client,
-    one_then_nothing,
-    pair,
-    say_nothing,
-    tell_story,
-    until_queued,
-)
+from tests.unit.router.fake_node import FakeNode, one_then_nothing, say_nothing, tell_story
+from tests.unit.router.fakes import events, figure, joined_pair, joined_router, new_client, pair, until_queued
 
 PARAMS = {"sampling_params": {"max_new_tokens": 12}}
 

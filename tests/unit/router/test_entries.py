@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 
 from shared.protocol.messages import Cancel, Decode, Finish, Prefill, Stop
-from tests.unit.router.fakes import (
-    STORY,
-    FakeNode,
-    Script,
-    byte_level_tokenizer,
-    joined_pair,
-)
+from tests.unit.router.fake_node import STORY, FakeNode, Script, byte_level_tokenizer
+from tests.unit.router.fakes import joined_pair
 
 NUM_FIRST = 4
 """Tokens in the entry of position 0, which both nodes send."""

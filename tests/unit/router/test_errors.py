@@ -12,7 +12,8 @@ import pytest
 from router.http.config import DispatchOptions, HttpLimits, HttpOptions
 from shared.protocol.messages import Decode, Prefill
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import byte_level_tokenizer, joined_pair, joined_router
+from tests.unit.router.fake_node import byte_level_tokenizer
+from tests.unit.router.fakes import joined_pair, joined_router
 
 BIG = 10**40
 

@@ -14,7 +14,8 @@ from router.dispatch.placement import POLICIES
 from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqReport, Role, Stamp
 from tests.patience import eventually
 from tests.unit.router.dispatched import Fleet
-from tests.unit.router.fakes import FakeNode, joined_router, pair, write_model
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import joined_router, pair, write_model
 
 ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1e308)
 

@@ -34,13 +34,8 @@ from shared.protocol.messages import (
 )
 from shared.protocol.security import FleetKey
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import (
-    FakeNode,
-    join_socket_of,
-    joined_pair,
-    new_client,
-    serving_router,
-)
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import join_socket_of, joined_pair, new_client, serving_router
 
 
 async def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:

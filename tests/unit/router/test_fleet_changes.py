@@ -27,13 +27,12 @@ from shared.protocol.messages import (
     Role,
 )
 from tests.patience import eventually
+from tests.unit.router.fake_node import FakeNode, one_then_nothing
 from tests.unit.router.fakes import (
-    FakeNode,
     join_socket_of,
     joined_pair,
     joined_router,
     joined_trio,
-    one_then_nothing,
     states,
     until_loads,
     until_states,

@@ -21,13 +21,8 @@ from shared.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from tests.unit.router.fakes import (
-    LAYOUT,
-    FakeNode,
-    joined_pair,
-    joined_router,
-    until_loads,
-)
+from tests.unit.router.fake_node import LAYOUT, FakeNode
+from tests.unit.router.fakes import joined_pair, joined_router, until_loads
 
 SIZE = LAYOUT.page_size
 IDS = [3 + i % 50 for i in range(5 * SIZE)]

@@ -21,7 +21,8 @@ from router.http.config import DispatchOptions, HttpLimits, HttpOptions
 from router.server import Router
 from shared.protocol.messages import NodeLimits, Role
 from tests.patience import PATIENCE_S
-from tests.unit.router.fakes import FakeNode, joined_router
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import joined_router
 from tests.unit.router.scoring import scored_first_token, scored_story
 
 T = TypeVar("T")

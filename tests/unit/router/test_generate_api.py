@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 
 from shared.protocol.messages import Cancel, Decode, Finish, Prefill
-from tests.unit.router.fakes import (
-    LIMITS,
-    STORY,
-    FakeNode,
-    byte_level_tokenizer,
-    events,
-    joined_pair,
-    until_queued,
-)
+from tests.unit.router.fake_node import LIMITS, STORY, FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import events, joined_pair, until_queued
 
 
 def story(num_tokens: int) -> str:

@@ -13,7 +13,8 @@ from router.request.sampling import read_sampling
 from shared.protocol.messages import Decode, Failed, Prefill
 from shared.protocol.sampling_params import Grammar
 from tests.unit.router.bodies import validate
-from tests.unit.router.fakes import FakeNode, joined_pair, say_nothing
+from tests.unit.router.fake_node import FakeNode, say_nothing
+from tests.unit.router.fakes import joined_pair
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 

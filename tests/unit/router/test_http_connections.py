@@ -25,7 +25,8 @@ from router.http.connection import (
 )
 from shared.protocol.messages import Cancel, Decode, Finish
 from tests.patience import eventually
-from tests.unit.router.fakes import FakeNode, joined_router, one_then_nothing, pair
+from tests.unit.router.fake_node import FakeNode, one_then_nothing
+from tests.unit.router.fakes import joined_router, pair
 from tests.unit.router.raw_client import RawClient, post, raw_client
 
 PATIENT = ConnectionOptions(

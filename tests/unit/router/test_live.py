@@ -13,16 +13,8 @@ import pytest
 from router.api.live_state import LiveEvent, NodeNow, links_words
 from shared.protocol.messages import LinkReport, Load, Loading, Role
 from tests.patience import eventually
-from tests.unit.router.fakes import (
-    FakeNode,
-    joined_pair,
-    joined_router,
-    new_client,
-    one_then_nothing,
-    pair,
-    until_sampled,
-    write_model,
-)
+from tests.unit.router.fake_node import FakeNode, one_then_nothing
+from tests.unit.router.fakes import joined_pair, joined_router, new_client, pair, until_sampled, write_model
 
 
 async def feed(client: httpx.AsyncClient) -> AsyncIterator[LiveEvent]:

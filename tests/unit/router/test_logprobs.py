@@ -25,12 +25,8 @@ from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
-from tests.unit.router.fakes import (
-    FakeNode,
-    byte_level_tokenizer,
-    events,
-    joined_pair,
-)
+from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.sample_tokenizers import KINDS, sample
 from tests.unit.router.scoring import packed, scored_first_token, scored_story, value
 

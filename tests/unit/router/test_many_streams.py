@@ -10,7 +10,8 @@ import pytest
 
 from shared.protocol.messages import Role
 from tests.patience import eventually
-from tests.unit.router.fakes import STORY, FakeNode, byte_level_tokenizer, events, joined_router
+from tests.unit.router.fake_node import STORY, FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import events, joined_router
 from tests.unit.router.raw_client import post, raw_client
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 

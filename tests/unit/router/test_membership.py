@@ -37,7 +37,7 @@ from shared.protocol.resolver import Resolver
 from shared.protocol.router_port import RouterPort
 from tests.patience import eventually
 from tests.unit.protocol.conftest import SlowNames
-from tests.unit.router.fakes import LAYOUT, LIMITS, FakeNode
+from tests.unit.router.fake_node import LAYOUT, LIMITS, FakeNode
 
 TIMING = Timing(hello_s=1.0, redial_s=0.05, ping_s=0.05, loading_s=0.2)
 

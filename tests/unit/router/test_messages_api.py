@@ -11,13 +11,8 @@ import pytest
 
 from router.http.config import HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill
-from tests.unit.router.fakes import (
-    FakeNode,
-    byte_level_tokenizer,
-    joined_pair,
-    joined_router,
-    write_model,
-)
+from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import joined_pair, joined_router, write_model
 from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, TEMPLATE, saying, tells
 from tests.unit.router.test_responses_api import prompt_of
 

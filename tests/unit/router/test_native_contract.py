@@ -9,7 +9,8 @@ import pytest
 
 from shared.protocol.messages import Prefill
 from shared.protocol.sampling_params import Grammar, SamplingParams, TokenBias
-from tests.unit.router.fakes import EOS, FakeNode, byte_level_tokenizer, events, joined_pair
+from tests.unit.router.fake_node import EOS, FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 
 EVERYTHING: dict[str, Any] = {

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from shared.protocol.logprobs import Logprobs
 from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, TokenEntry, Tokens
-from tests.unit.router.fakes import FakeNode, events, joined_pair
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 
 OWN = {"matched_stop", "root", "max_model_len"}

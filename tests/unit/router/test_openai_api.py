@@ -12,15 +12,8 @@ import pytest
 from router.http.config import HttpOptions
 from shared.protocol.messages import Decode, Prefill
 from shared.protocol.sampling_params import TokenBias
-from tests.unit.router.fakes import (
-    STORY,
-    byte_level_tokenizer,
-    events,
-    joined_pair,
-    one_then_nothing,
-    openai_client,
-    write_model,
-)
+from tests.unit.router.fake_node import STORY, byte_level_tokenizer, one_then_nothing
+from tests.unit.router.fakes import events, joined_pair, openai_client, write_model
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me a story"}]
 

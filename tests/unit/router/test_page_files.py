@@ -10,7 +10,8 @@ import pytest
 
 from router.http.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
-from tests.unit.router.fakes import FakeNode, Role, joined_router
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import Role, joined_router
 
 ROOT = Path(__file__).resolve().parents[3]
 JAVASCRIPT = ("text/javascript", "application/javascript")

@@ -13,7 +13,8 @@ import pytest
 from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode
 from tests.patience import eventually
-from tests.unit.router.fakes import joined_pair, joined_router, one_then_nothing, openai_client, say_nothing
+from tests.unit.router.fake_node import one_then_nothing, say_nothing
+from tests.unit.router.fakes import joined_pair, joined_router, openai_client
 
 HEADER = "x-request-id"
 RANDOM = re.compile(r"[0-9a-f]{32}")

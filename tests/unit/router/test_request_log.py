@@ -19,7 +19,8 @@ from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import eventually
-from tests.unit.router.fakes import FakeNode, joined_pair, joined_router, one_then_nothing, say_nothing
+from tests.unit.router.fake_node import FakeNode, one_then_nothing, say_nothing
+from tests.unit.router.fakes import joined_pair, joined_router
 
 LOGGED = HttpOptions(port=0, served_model_name="tiny", log_requests=True)
 SECRET = "xyzzy"

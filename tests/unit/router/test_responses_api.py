@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from shared.protocol.messages import Decode
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, write_model
+from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import write_model
 from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, with_client
 
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}]

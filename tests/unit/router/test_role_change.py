@@ -29,14 +29,8 @@ from shared.protocol.messages import (
     SetRole,
 )
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import (
-    FakeNode,
-    joined_router,
-    joined_trio,
-    pair,
-    until_loads,
-    wait_before_story,
-)
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import joined_router, joined_trio, pair, until_loads, wait_before_story
 from tests.unit.router.test_fleet_changes import BODY
 from tests.unit.router.test_membership import TIMING, NoReqs, changes_of, dialled, new_membership
 from tests.unit.router.test_shared_news import two_routers

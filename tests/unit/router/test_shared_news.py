@@ -14,15 +14,8 @@ import pytest
 from router.nodes.shared_news import MAX_REMEMBERED, SharedNews
 from router.server import Router
 from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Relay, RemovedNode, Role, RouterNews
-from tests.unit.router.fakes import (
-    FakeNode,
-    joined_router,
-    one_then_nothing,
-    pair,
-    states,
-    until_states,
-    wait_before_story,
-)
+from tests.unit.router.fake_node import FakeNode, one_then_nothing
+from tests.unit.router.fakes import joined_router, pair, states, until_states, wait_before_story
 
 Served = tuple[Router, httpx.AsyncClient]
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}

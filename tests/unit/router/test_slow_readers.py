@@ -20,7 +20,8 @@ from router.http.responses import error_response
 from shared.errors import RequestError
 from shared.protocol.messages import Cancel, Role
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fakes import FakeNode, events, figure, joined_router, until_figure
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import events, figure, joined_router, until_figure
 from tests.unit.router.raw_client import post, raw_client
 from tests.unit.router.stepping_node import ROOMY, SteppingNode
 

@@ -27,7 +27,8 @@ from router.text.stops import (
 from router.text.tokenizer import TextWorkers
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Prefill
-from tests.unit.router.fakes import FakeNode, byte_level_tokenizer, events, joined_pair
+from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
+from tests.unit.router.fakes import events, joined_pair
 
 LOCAL_PATTERNS = (
     "ab",

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from shared.protocol.messages import Decode, Finish, Prefill, ReqReport, Stamp
-from tests.unit.router.fakes import FakeNode, joined_pair
+from tests.unit.router.fake_node import FakeNode
+from tests.unit.router.fakes import joined_pair
 
 ROUTES = {
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 3}},

@@ -25,7 +25,8 @@ from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport,
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import until
 from tests.unit.router.dispatched import FakeNode as DispatchedNode
-from tests.unit.router.fakes import FakeNode, joined_pair, joined_router, one_then_nothing, pair
+from tests.unit.router.fake_node import FakeNode, one_then_nothing
+from tests.unit.router.fakes import joined_pair, joined_router, pair
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"text": "a", "sampling_params": {"max_new_tokens": 3}, "rid": "mine"}

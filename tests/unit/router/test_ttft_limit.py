@@ -13,7 +13,8 @@ from router.http.config import DispatchOptions
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Failed, Load, NodeLimits, Prefill, TokenEntry
 from tests.unit.router.dispatched import IDS, FakeNode, Fleet
-from tests.unit.router.fakes import figure, joined_router, pair, say_nothing
+from tests.unit.router.fake_node import say_nothing
+from tests.unit.router.fakes import figure, joined_router, pair
 
 LIMIT_S = 2.0
 RATE = 100.0

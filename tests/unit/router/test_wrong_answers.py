@@ -34,7 +34,8 @@ from shared.protocol.messages import (
 from tests.patience import eventually
 from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet, decode_of
 from tests.unit.router.dispatched import FakeNode as FakeOfDispatcher
-from tests.unit.router.fakes import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, joined_router, tell_story
+from tests.unit.router.fake_node import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, tell_story
+from tests.unit.router.fakes import joined_router
 from tests.unit.router.test_membership import dialled, new_membership
 
 NUM_NEW = 6
