@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 NO_TIMEOUT_S = str(2 * PATIENCE_S)
 """Where a test does not say otherwise, no process counts as dead for being slow."""
 NODE_FLAGS = (
-    *("--dtype", "float32", "--device", "cpu", "--cpu-cores", "any:1"),
+    *("--dtype", "float32", "--device", "cpu", "--cpu-cores", "any:1", "--max-total-tokens", "16384"),
     *("--peer-timeout-s", NO_TIMEOUT_S, "--router-timeout-s", NO_TIMEOUT_S),
 )
 LOG_TAIL_CHARS = 6000

@@ -82,7 +82,7 @@ def run(seconds: float = SECONDS) -> Iterator[dict[str, object]]:
 def _run(folder: Path, seconds: float) -> Iterator[dict[str, object]]:
     rng = random.Random(12)
     model = make_model(folder / "model", "llama")
-    flags = ("--page-size", "4", "--max-total-tokens", "16384", "--router-timeout-s", "10")
+    flags = ("--page-size", "4", "--router-timeout-s", "10")
     with Fleet(
         folder / "logs", model, TOPOLOGY, flags=flags, router_flags=("--node-timeout-s", "3")
     ) as fleet:

@@ -26,7 +26,7 @@ def run(seconds: float = SECONDS) -> Iterator[dict[str, object]]:
 def _run(folder: Path, seconds: float) -> Iterator[dict[str, object]]:
     model = make_model(folder / "model", "llama")
     with Fleet(
-        folder / "logs", model, "1P2D", flags=("--page-size", "4", "--max-total-tokens", "16384")
+        folder / "logs", model, "1P2D", flags=("--page-size", "4")
     ) as fleet:
         load = Load(fleet.router.url)
         asyncio.run(load.learn())

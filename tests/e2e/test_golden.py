@@ -43,7 +43,7 @@ class Case:
     def flags(self) -> tuple[str, ...]:
         return (
             *("--page-size", str(self.page_size), "--chunked-prefill-size", str(self.chunk)),
-            *("--retract-every", str(self.retract_every), "--max-total-tokens", "16384"),
+            *("--retract-every", str(self.retract_every)),
             *(() if self.overlap else ("--disable-overlap-schedule",)),
             *(("--dtype", "bfloat16", "--quantization", "int4") if self.is_int4 else ()),
             *(() if self.carried_by == "shm" else ("--kv-transfer", self.carried_by)),

@@ -27,7 +27,7 @@ class TwoRouters(Router):
     def __init__(self, folder: Path) -> None:
         self.first_port, _ = free_port(), free_port()  # the two follow each other
         workers = ("--router-workers", "2", "--prometheus-port", str(self.first_port))
-        flags = (*NODE_FLAGS, "--max-total-tokens", "16384", "--router-timeout-s", "10", "--log-requests")
+        flags = (*NODE_FLAGS, "--router-timeout-s", "10", "--log-requests")
         super().__init__(folder, *workers, *flags)
 
     def of(self, index: int) -> Router:

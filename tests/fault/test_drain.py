@@ -40,7 +40,7 @@ def remove(fleet: Fleet, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shared_fleet(slow_model: SlowModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    flags = ("--page-size", "4", "--max-total-tokens", "8192")
+    flags = ("--page-size", "4", "--max-total-tokens", "2048")
     with Fleet(tmp_path_factory.mktemp("drain"), slow_model.folder, "1P2D", flags=flags) as fleet:
         yield fleet
         fleet.mend()

@@ -14,7 +14,7 @@ from tests.processes import Call, Fleet, Node, free_port
 pytestmark = pytest.mark.processes
 
 FIRST, SAID, ANSWER, PAGE = 200, 20, 8, 8
-FLAGS = ("--max-total-tokens", "8192", "--page-size", str(PAGE))
+FLAGS = ("--max-total-tokens", "4096", "--page-size", str(PAGE))
 ROUTER_FLAGS = ("--prefill-policy", "round-robin", "--local-prefill-tokens", "0")
 """The prefill node of a turn is not that of the turn before, and the decode node, which holds both, lends them."""
 

@@ -54,7 +54,7 @@ def test_32_streams_through_a_pool_a_quarter_of_what_they_need(tiny_model: Path,
 def test_nodes_die_under_many_streams_and_the_others_go_on(tiny_model: Path, tmp_path: Path) -> None:
     """2P2D: half of the streams lose their decode node and go on; then a prefill node dies too; both come back."""
     num_new, num_compared = 1000, 100
-    flags = ("--page-size", "4", "--max-total-tokens", "16384", "--kv-transfer", "gloo")
+    flags = ("--page-size", "4", "--kv-transfer", "gloo")
     with Fleet(tmp_path / "logs", tiny_model, "2P2D", flags=flags) as fleet:
         router = fleet.router
         calls = {n: router.generate(prompt(n, 40), num_new, stream=True) for n in range(8)}

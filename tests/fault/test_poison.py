@@ -63,7 +63,6 @@ def test_it_costs_three_nodes(tiny_model: Path, tmp_path: Path) -> None:
         tmp_path / "logs",
         tiny_model,
         "2P4D",
-        flags=("--max-total-tokens", "16384"),
         router_flags=("--local-prefill-tokens", "16"),
         new_node=CrashingNode,
     ) as fleet:

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.processes
 
 NUM_NEW = 1400
 PROMPT_LENGTHS = (20, 30, 40, 50)
-FLAGS = ("--max-total-tokens", "16384")
 POOL_TOKENS = 1600
 """150 MiB of KV of `slow_model`."""
 Roles = dict[str, str]
@@ -27,7 +26,7 @@ Roles = dict[str, str]
 def fleet(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Its prefill nodes have fixed roles."""
     folder = tmp_path_factory.mktemp("roles")
-    with Fleet(folder, tiny_model, "2P2D", flags=FLAGS, prefill_flags=("--fixed-role",)) as fleet:
+    with Fleet(folder, tiny_model, "2P2D", prefill_flags=("--fixed-role",)) as fleet:
         yield fleet
 
 

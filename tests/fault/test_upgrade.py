@@ -61,7 +61,7 @@ def test_every_process_is_replaced_under_streams(slow_model: SlowModel, tmp_path
         process.argv = [keys[1 - keys.index(word)] if word in keys else word for word in process.argv]
         process.start()
 
-    flags = ("--page-size", "4", "--max-total-tokens", "8192", *has_keys)
+    flags = ("--page-size", "4", "--max-total-tokens", "4096", *has_keys)
     with Fleet(tmp_path, slow_model.folder, "1P2D", flags=flags, router_flags=has_keys) as fleet:
         old = fleet.router
         new = Router(tmp_path, *old.argv[old.argv.index("--prefill") :], name="router-2")

@@ -30,7 +30,7 @@ def node_config(
     chunk: int = 20,
     overlap: bool = True,
     retract_every: int = 0,
-    max_total_tokens: int = 16384,
+    max_total_tokens: int = 4096,
     disable_radix_cache: bool = False,
     host_kv_tokens: int = 0,
     **schedule: float,
