@@ -25,9 +25,7 @@ def run(seconds: float = SECONDS) -> Iterator[dict[str, object]]:
 
 def _run(folder: Path, seconds: float) -> Iterator[dict[str, object]]:
     model = make_model(folder / "model", "llama")
-    with Fleet(
-        folder / "logs", model, "1P2D", flags=("--page-size", "4")
-    ) as fleet:
+    with Fleet(folder / "logs", model, "1P2D", flags=("--page-size", "4")) as fleet:
         load = Load(fleet.router.url)
         asyncio.run(load.learn())
         asyncio.run(load.run(seconds * WARM_UP_SHARE))
