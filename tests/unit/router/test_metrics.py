@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics_core import Metric
 
+from router.dispatch.metrics import Metrics
 from router.dispatch.running_req import Cause
 from shared.protocol.messages import Finish, Load
 from tests.patience import eventually
@@ -147,8 +148,19 @@ def test_every_token_counts_between_two_messages() -> None:
     req = fleet.start()
     for ids in ((7,), (7, 7, 7), ()):
         fleet.tell(req, *ids, finish=None if ids else Finish("length"))
+        fleet.wait(0.6)
     samples = fleet.metric("sglang:inter_token_latency_seconds").samples
     assert [s.value for s in samples if s.name.endswith("_count")] == [3]
+    assert [s.value for s in samples if s.name.endswith("_sum")] == pytest.approx([0.6])
+
+
+def test_the_tokens_of_a_step_are_counted_together() -> None:
+    metrics = Metrics(lambda: "tiny")
+    metrics.later_tokens({0.1: 1, 0.5: 9})
+    assert metrics.num_tokens == 10
+    assert b'sglang:generation_tokens_total{model_name="tiny",role="router"} 10.0' in metrics.export()
+    metrics.roll()
+    assert metrics.itl.percentiles((0.05, 0.2)) == pytest.approx((0.1, 0.5), rel=0.05)
 
 
 @pytest.mark.parametrize(("status", "counts"), [(500, 1), (503, 1), (400, 0), (None, 1)])
