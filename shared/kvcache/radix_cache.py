@@ -142,7 +142,8 @@ class RadixCache:
         self.page_size = page_size
         self.changes = changes
         self._windows = windows
-        self._num_changes = 0
+        self.num_changes = 0
+        """Increases whenever a `peek` may have another result than before."""
         self.num_evictable_pages = 0
         self.num_protected_pages = 0
         self._root = TreeNode(parent=None, keys=[], pages=[])
@@ -151,11 +152,8 @@ class RadixCache:
         self._num_queued = 0
         self._heap: list[tuple[int, int, TreeNode]] = []
         """Evictable leaves by last access. An entry may be out of date, so it is checked when it is popped."""
-
-    @property
-    def num_changes(self) -> int:
-        """Increases whenever a `peek` may have another result than before."""
-        return self._num_changes + (self._windows.num_changes if self._windows is not None else 0)
+        if windows is not None:
+            windows.on_change = self._count_change
 
     def match_prefix(self, ids: Sequence[int], extra_key: str = "") -> Match:
         """Find the longest prefix of `ids`, in whole pages. A node that matches in part is split."""
@@ -233,7 +231,7 @@ class RadixCache:
                 leaf.hashes = self._hashes(node, rest)
                 self.changes.stored(leaf.hashes)
             node.children[rest[0]] = leaf
-            self._num_changes += 1
+            self.num_changes += 1
             self._touch(leaf)
             self.num_evictable_pages += len(rest)
             node = leaf
@@ -270,7 +268,7 @@ class RadixCache:
                 continue
             self._cut_off(leaf)
         self.num_evictable_pages -= len(evicted)
-        self._num_changes += 1
+        self.num_changes += 1
         return evicted
 
     def evict_behind(self, ids: Sequence[int], num_pages: int, extra_key: str = "") -> list[int]:
@@ -290,7 +288,7 @@ class RadixCache:
                     self.changes.removed(node.hashes)
                 self._cut_off(node)
         self.num_evictable_pages -= len(evicted)
-        self._num_changes += 1
+        self.num_changes += 1
         return evicted
 
     def pages(self) -> list[int]:
@@ -306,6 +304,9 @@ class RadixCache:
         return sum(len(node.pages) for node in self._nodes() if node.lock_ref)
 
     # ------------------------------------------------------------------------------------------ inside
+    def _count_change(self) -> None:
+        self.num_changes += 1
+
     def _usable(self, peek: Peek) -> Peek:
         """What can be continued of the peeked prefix."""
         if self._windows is None:
@@ -371,7 +372,7 @@ class RadixCache:
     def _split(self, node: TreeNode, at: int) -> TreeNode:
         """Split `node` before page `at`. Returns the new upper half, which has the lock_ref of the whole."""
         assert node.parent is not None
-        self._num_changes += 1
+        self.num_changes += 1
         upper = TreeNode(
             parent=node.parent,
             keys=node.keys[:at],

@@ -7,7 +7,7 @@ A window page belongs to the owner of its page, and is given up before it (ADR 4
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -28,8 +28,8 @@ class WindowPages:
         self.allocator = PageAllocator(num_window_pages)
         self.of_page = np.zeros(num_pages, dtype=np.int32)
         """The window page of each page; 0 for none."""
-        self.num_changes = 0
-        """Increases whenever a hit may be longer or shorter than before."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever a hit may be longer or shorter than before."""
         self._num_readers: Counter[int] = Counter()
         """How many requests and loans see each protected page of the tree."""
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -111,7 +111,7 @@ class WindowPages:
         for mine, page in zip(own, of_tree, strict=True):
             if mine != page and not self.of_page[page] and self.of_page[mine]:
                 self.of_page[page], self.of_page[mine] = self.of_page[mine], 0
-                self.num_changes += 1
+                self.on_change()
             elif mine != page:
                 continue
             if self.of_page[page]:
@@ -143,7 +143,7 @@ class WindowPages:
             return
         pages = [page for page, _ in zip(self._evictable, range(num_pages), strict=False)]
         self.release(pages)
-        self.num_changes += 1
+        self.on_change()
 
     def audit(self, free: set[int], tree: set[int]) -> str | None:
         """What is wrong with the window pages, given the free pages and those of the tree; None: nothing."""
