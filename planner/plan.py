@@ -11,10 +11,8 @@ import os
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from planner import HOW_TO_INSTALL
 from planner.traffic.reading import TraceFormat
 from shared.cpu_cores import own_cores
 from shared.errors import ConfigError
@@ -101,15 +99,12 @@ def node_range(text: str) -> range:
 
 
 def _check(args: Namespace) -> None:
-    """What depends on several flags, on files and on packages."""
+    """What depends on several flags, and on files."""
     if args.html is not None and str(args.html) == args.json:
         raise ConfigError(f"{args.html}: --json and --html need a file each")
     for path in (args.html, None if args.json in (None, "-") else Path(args.json)):
         if path is not None:
             _write(path, b"", "ab")  # a plan takes minutes, after which it would be late to refuse
-    for name in ("scipy", *(["matplotlib"] if args.html is not None else [])):
-        if find_spec(name) is None:
-            raise ConfigError(f"{name} is missing: {HOW_TO_INSTALL}")
 
 
 def _plan(args: Namespace) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from planner import HOW_TO_INSTALL
 from planner.profile import Profile
 from shared import cli
 from shared.errors import ConfigError
@@ -47,10 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
-        try:  # It imports torch, for which --help and a wrong flag do not wait.
-            from planner.measure.phases import measure
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is missing: {HOW_TO_INSTALL}") from None
+        from planner.measure.phases import measure  # imports torch, for which --help and a wrong flag do not wait
+
         with console.status("") as status:
             profile = measure(config, on_progress=status.update)
         profile.save(args.out)

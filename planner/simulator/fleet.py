@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -68,7 +68,10 @@ class _QuietMetrics(Metrics):
     def started(self, req: RunningReq) -> None:
         pass
 
-    def tokens(self, req: RunningReq, num_new: int, since: float | None, now: float) -> None:
+    def first_tokens(self, num_new: int, ttft_s: float) -> None:
+        pass
+
+    def later_tokens(self, gaps: Mapping[float, int]) -> None:
         pass
 
     def ended(self, req: RunningReq) -> None:

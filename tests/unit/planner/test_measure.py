@@ -132,11 +132,13 @@ def test_ctrl_c_ends_a_measurement_with_a_sentence(
     assert not (tmp_path / "profile.json").exists()
 
 
-def test_the_package_that_fits_is_named_where_it_is_missing(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['scipy'] = None; from planner.measure.command import main; sys.exit(main([]))"
+@pytest.mark.parametrize("flags", [[], ["--measure"]])
+def test_packages_that_are_missing_are_named(flags: list[str], tmp_path: Path) -> None:
+    without = "import sys; sys.modules.update(rich=None, scipy=None)"
+    code = f"{without}; from planner.__main__ import main; sys.exit(main({['plan', *flags]}))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S
     )
     assert done.returncode == 2 and not list(tmp_path.iterdir())
-    said = r"router plan --measure: scipy(\.\w+)? is missing: pip install 'baton-serve\[plan\]', .*\n"
+    said = r"router plan: error: rich, scipy missing: pip install 'baton-serve\[plan\]', .*\n"
     assert re.fullmatch(said, done.stderr), done.stderr
