@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
-        from planner.measure.phases import measure  # imports torch, for which --help and a wrong flag do not wait
+        from planner.measure.phases import (
+            measure,  # imports torch, for which --help and a wrong flag do not wait
+        )
 
         with console.status("") as status:
             profile = measure(config, on_progress=status.update)

@@ -52,7 +52,6 @@ class RouterNow(Answer, frozen=True, kw_only=True):
     version: str
     has_chat_template: bool
     context_length: int | None
-    uptime_s: float
     percentile_window_s: float
 
 
@@ -78,7 +77,7 @@ class NodeNow(Figures, frozen=True, kw_only=True):
     """A node. `state` is loading, dialling, live, draining, refused or gone; `reason` says why it is not live.
 
     `prompt_tokens_per_s` counts computed tokens without cached ones. `links` counts `num_links` by transport, and
-    `links_words` says what they measured and why none is better.
+    `links_words` says why none is better.
     """
 
     node_id: str
@@ -112,7 +111,6 @@ class Sample(Answer, frozen=True, kw_only=True):
     num_running_reqs: int
     num_queue_reqs: int
     tokens_per_s: float
-    reqs_per_s: float
     rejected_per_s: float
     ttft_s: tuple[float, ...] | None
     itl_s: tuple[float, ...] | None
@@ -167,8 +165,8 @@ class LiveState:
         self._model = model
         self._worker = worker
         self._clock = clock
-        self._started_at = self._sampled_at = clock()
-        self._own = _Counters(self._started_at, (0, 0, 0))
+        self._sampled_at = clock()
+        self._own = _Counters(self._sampled_at, (0, 0))
         self._nodes_counters: dict[str, _Counters] = {}
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._num_sampled = 0
@@ -190,9 +188,9 @@ class LiveState:
         self._sampled_at = now
         traffic = self._traffic
         traffic.roll()
-        self._own.update(now, (traffic.num_tokens, traffic.num_reqs, traffic.num_rejected))
+        self._own.update(now, (traffic.num_tokens, traffic.num_rejected))
         self._read_counters()
-        tokens_per_s, reqs_per_s, rejected_per_s = self._own.per_s
+        tokens_per_s, rejected_per_s = self._own.per_s
         num_queued = len(self._dispatcher.queue)
         self._samples.append(
             Sample(
@@ -200,7 +198,6 @@ class LiveState:
                 num_running_reqs=self._dispatcher.num_running - num_queued,
                 num_queue_reqs=num_queued,
                 tokens_per_s=tokens_per_s,
-                reqs_per_s=reqs_per_s,
                 rejected_per_s=rejected_per_s,
                 ttft_s=traffic.ttft.percentiles(PERCENTILES),
                 itl_s=traffic.itl.percentiles(PERCENTILES),
@@ -265,7 +262,6 @@ class LiveState:
             version=VERSION,
             has_chat_template=known and self._model.get().chat_template is not None,
             context_length=self._status.context_length() if known else None,
-            uptime_s=round(self._clock() - self._started_at, 1),
             percentile_window_s=WINDOW_ROLLS * SAMPLE_INTERVAL_S,
         )
 

@@ -58,7 +58,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: Callable[[], str]) -> None:
-        self.num_reqs = self.num_rejected = self.num_tokens = 0
+        self.num_rejected = self.num_tokens = 0
         self.ttft, self.itl = LatencyWindow(), LatencyWindow()
         self._model_name = model_name
         self._registry, self._own = CollectorRegistry(), CollectorRegistry()
@@ -138,7 +138,6 @@ class Metrics:
     def started(self, req: RunningReq) -> None:
         """Count a sequence that was sent to its nodes, or aborted before."""
         self.count("sglang:num_requests")
-        self.num_reqs += 1
 
     def first_tokens(self, num_new: int, ttft_s: float) -> None:
         """Count the first tokens of a sequence, which came `ttft_s` after its dispatch."""

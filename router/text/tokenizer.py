@@ -157,7 +157,7 @@ _CHARS_A_TOKEN = 4
 class Tokenizer:
     """A model's tokenizer. Long texts are encoded, and long lists of ids decoded, by `workers`."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: TextWorkers | None = None) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer | None) -> None:
         """None is for a router with --skip-tokenizer-init: no token has a text, and a text is refused."""
         self.has_text = tokenizer is not None
         """False where no token has a text."""
@@ -167,7 +167,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._marked_encoder = MarkedEncoder(tokenizer)
         self.vocabulary = Vocabulary(tokenizer)
-        self.workers = workers or TextWorkers()
+        self.workers = TextWorkers()
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         """The length of the longest token. A byte-level token is written with a character for each byte."""
 

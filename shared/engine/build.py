@@ -14,7 +14,7 @@ import torch
 from shared import log
 from shared.config import CacheOptions, NodeConfig
 from shared.cpu_cores import CpuCores, own_cores
-from shared.device_streams import synchronize
+from shared.cuda_streams import synchronize
 from shared.device_threads import DeviceThreads
 from shared.engine.backends import load_model
 from shared.engine.device_share import BoundModel, DeviceShare, OnProgress, device_share, host_memory

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from shared.device_streams import CudaStreams, GatherUnderWay
+from shared.cuda_streams import CudaStreams
+from shared.device_streams import GatherUnderWay
 from shared.host_memory import new_host_buffer
 from shared.kvcache.page_mover import PageMover, TorchPageMover
 from shared.protocol.messages import SCALE_NBYTES

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from shared.device_streams import synchronize
+from shared.cuda_streams import synchronize
 from shared.engine.cuda.batches import GREEDY, Extend, StartBatches
 from shared.engine.device_share import BoundModel
 from shared.engine.engine_shape import EngineShape

@@ -375,7 +375,7 @@ class PagedAttention:
         self._constants = attention_constants(
             num_heads, num_kv_heads, head_dim, page_size, dtype, exact=exact, has_codes=has_codes
         )
-        self.block_m, self.few_m = self._constants["BLOCK_M"], self._constants["FEW_M"]
+        self.block_m = self._constants["BLOCK_M"]
         self.split = self._constants["SPLIT"]
         num_processors, capability = processors(device)
         self._options = attention_options(capability, self._constants, dtype)

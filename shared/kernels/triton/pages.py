@@ -18,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.device_streams import CudaStreams, DeviceStreams, GatherUnderWay, StreamEvent
+from shared.cuda_streams import CudaStreams
+from shared.device_streams import DeviceStreams, GatherUnderWay, StreamEvent
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))

@@ -15,8 +15,8 @@ import torch
 
 from shared.config import NodeConfig
 from shared.engine.build import Engine
+from shared.engine.cuda.forward_stream import CudaForwardStream
 from shared.engine.forward_batch import ForwardBatch
-from shared.engine.forward_stream import CudaForwardStream
 from shared.engine.future_map import FutureMap
 from shared.engine.input_block import BlockShape, InputBlock
 from shared.engine.model_runner import Forwarded, ModelRunner

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from shared.config import CacheOptions, ModelOptions, NodeConfig, ScheduleOptions, TransferOptions
-from shared.engine.forward_stream import CudaForwardStream
+from shared.engine.cuda.forward_stream import CudaForwardStream
 from shared.engine.input_block import InputBlock
 from shared.engine.model_worker_batch import uniforms
 from shared.kvcache import page_digest

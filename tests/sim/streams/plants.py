@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shared.device_streams import DeviceStreams, StreamEvent
-from shared.engine.forward_stream import CudaForwardStream, CudaPending
+from shared.engine.cuda.forward_stream import CudaForwardStream, CudaPending
 from shared.engine.input_block import InputBlock
 from shared.engine.model_runner import Forwarded, ModelRunner
 from shared.engine.sampling_inputs import VocabMask

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shared.device_streams import FORWARD_PRIORITY, CudaStreams
+from shared.cuda_streams import CudaStreams
+from shared.device_streams import FORWARD_PRIORITY
 from shared.engine.cuda.cuda_graphs import CudaGraphPool
 
 DEVICE = torch.device("cuda", 0)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from shared.cpu_cores import allowed_cores, can_pin
-from shared.device_streams import CudaStreams
-from shared.engine.forward_stream import CpuForwardStream, CudaForwardStream, make_forward_stream
+from shared.cuda_streams import CudaStreams
+from shared.engine.cuda.forward_stream import CudaForwardStream
+from shared.engine.forward_stream import CpuForwardStream, make_forward_stream
 from shared.engine.model_runner import SampledTensors
 from shared.engine.model_worker_batch import ModelWorkerBatch
 from shared.engine.sampling_inputs import SamplingInputs

@@ -64,7 +64,7 @@ async def test_traffic_becomes_samples(model_folder: Path) -> None:
             if busy:
                 break
         sample = busy[-1]
-        assert 0 < sample.tokens_per_s <= 20 * 1.1 and 0 < sample.reqs_per_s <= 1.1
+        assert 0 < sample.tokens_per_s <= 20 * 1.1
         assert sample.ttft_s is not None and sample.itl_s is not None
         for percentiles in (sample.ttft_s, sample.itl_s):
             assert len(percentiles) == 3 and list(percentiles) == sorted(percentiles)
