@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.allocator import PageCopy
-from shared.kvcache.host_pool import CudaHostKVPool, WindowedCudaHostKVPool
+from shared.kvcache.cuda_host_pool import CudaHostKVPool, WindowedCudaHostKVPool
 from shared.kvcache.page_mover import TorchPageMover
 from shared.kvcache.pools import TokenToKVPool
 from tests.sim.streams.device import FakeGpu, Schedule

@@ -26,7 +26,8 @@ from shared.engine.sampling_inputs import SamplingInputs
 from shared.engine.uploads import StartCopy
 from shared.kernels.triton.pages import TritonPageMover
 from shared.kvcache.allocator import PageAllocator
-from shared.kvcache.host_pool import CudaHostKVPool, HostKVPool
+from shared.kvcache.cuda_host_pool import CudaHostKVPool
+from shared.kvcache.host_pool import HostKVPool
 from shared.kvcache.ledger import KVLedger
 from shared.kvcache.page_digest import chunk_digest
 from shared.kvcache.page_mover import PageMover
