@@ -42,7 +42,7 @@ class Target:
 
 _PEERS = (("llama-160m", "peers_llama_160m"), ("qwen3-0.6b", "peers_qwen3_0_6b"))
 _AGAINST_PEERS = tuple(
-    Target(what=f"{model}, one node on all cores, {what}", bench=bench, key=f"baton-0P1D_{key}", **more)
+    Target(what=f"{model}, {what}", bench=bench, key=f"baton-0P1D_{key}", **more)
     for model, bench in _PEERS
     for what, key, more in (
         ("single stream over HTTP: streaming read / token", "of_read_limit", {"at_least": 0.75}),
