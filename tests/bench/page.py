@@ -51,9 +51,7 @@ COLUMNS = {
     "scheduling": "policy num_waiting slot_free ignore_eos priority cache_changes step_ms",
     "overlap": "device num_running added_ms forward_ms cost_ms hidden speedup",
     "interference": "fleet gaps quiet_p50_ms itl_p50_ms itl_p99_ms itl_max_ms ttft_ms p99_ratio",
-    "trace": (
-        "fleet times_recorded_rate ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms output_tokens_s goodput"
-    ),
+    "trace": "fleet times_recorded_rate ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms goodput",
     "serving": "streams overlap_on overlap_off cold_ms cached_ms handoff_ms ratio",
     "failover": (
         "what prompt_cached times streams context moves p50_ms p99_ms limit_ms pause_p50_ms "
