@@ -52,14 +52,15 @@ async def test_what_matched_stays_by_either_name(model_folder: Path, name: str) 
             assert choice["text"].endswith("fox") == keep
 
 
+@pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("include_usage", [False, True])
-async def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
+async def test_chat_stream(model_folder: Path, include_usage: bool, continuous: bool) -> None:
     async with joined_pair(model_folder) as (_, _, http):
         body = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
             "max_tokens": 12,
             "stream": True,
-            "stream_options": {"include_usage": include_usage},
+            "stream_options": {"include_usage": include_usage, "continuous_usage_stats": continuous},
             "stop": "fox",
         }
         *chunks, done = events((await http.post("/v1/chat/completions", json=body)).text)
@@ -69,7 +70,8 @@ async def test_chat_stream(model_folder: Path, include_usage: bool) -> None:
         ] * include_usage
         if include_usage:
             assert chunks.pop()["usage"]["completion_tokens"] > 0
-        assert all("usage" not in chunk for chunk in chunks)
+        so_far = [chunk["usage"]["completion_tokens"] for chunk in chunks if "usage" in chunk]
+        assert len(so_far) == len(chunks) * continuous and so_far == sorted(so_far)
         opening = {"role": "assistant", "content": "", "refusal": None}
         assert chunks[0]["choices"][0]["delta"] == opening
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
