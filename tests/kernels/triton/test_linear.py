@@ -148,8 +148,12 @@ def test_tiles_of_fp8_with_other_bits_are_refused(
         is_symmetric=True,
         is_weight_only=not has_float_products,
     )
-    quantization = Quantization(schemes=((("Linear",), scheme),)).kept_float()
-    config = replace(token_model_config(hidden_size=32, intermediate_size=64), quantization=quantization)
+    others = replace(scheme, layout=Layout.INT_QUANTIZED, is_weight_only=False)
+    schemes = ((("lm_head",), others), (("Linear",), scheme))
+    config = replace(
+        token_model_config(hidden_size=32, intermediate_size=64),
+        quantization=Quantization(schemes=schemes).kept_float(),
+    )
     with pytest.raises(ConfigError, match="few rows") if has_float_products else nullcontext():
         require_exact(ExactLinear(7), config, torch.float32, device())
     assert compared == ([8, 32, 64] if has_float_products else [])

@@ -100,6 +100,16 @@ def test_the_product_of_fp8_by_fp8(k: int, group: int, tile: Tile) -> None:
         assert torch.equal(multiply_quantized(x[rows], linear), whole[rows])
 
 
+def test_products_of_fp8_are_no_integers() -> None:
+    """The smallest number of the type, 2^-9, by the largest, 448."""
+    smallest = torch.full_like(fp8_layer(96, 96).codes_NK, 1)
+    linear = replace(fp8_layer(96, 96), codes_NK=smallest, scales_NG=torch.ones(70, 1))
+    x = torch.zeros(2, 96)
+    x[1, 5] = 3.0
+    for product in (linear.multiply(x), multiply_quantized(x, linear)):
+        assert torch.equal(product, x.sum(1, keepdim=True).expand(2, 70) / 512)
+
+
 def test_a_tile_of_fp8_with_other_bits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(x_MK: torch.Tensor, *of_layer: Any, tile: Tile, **how: Any) -> torch.Tensor:
         out_MN = quantized_linear(x_MK, *of_layer, tile=tile, **how)
