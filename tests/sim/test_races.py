@@ -264,6 +264,8 @@ def test_random_work_with_faults_and_deaths(seed: int) -> None:
         page_size=rng.choice([1, 4, 16]),
         chunk=rng.choice([7, 32]),
         retract_every=rng.choice([0, 4]),
+        retract_policy=rng.choice(["auto", "host", "recompute"]),
+        host_tokens=rng.choice([16, 64, 512]),
         overlap=rng.random() < 0.7,
     )
     with Cluster(2, 2, token_engine, cfg, seed=seed, faults=faults, options=options) as cluster:

@@ -120,11 +120,6 @@ def test_a_fleet_that_serves_nothing_has_no_latency() -> None:
     assert result.served == (None, None)
 
 
-def test_a_prompt_that_was_seen_before_is_found_in_the_cache() -> None:
-    again = [request_at(0.0, 512, 4), SimRequest(1.0, 512, 4, request_at(0.0, 512, 4).blocks, 32)]
-    assert run(again).cached_share == pytest.approx(0.5, abs=0.03)
-
-
 def test_retracted_prompts_are_computed_again() -> None:
     # admitted by what a client allows, which is not all used up, then too long for the pool together
     burst = load(20, gap_s=1e-6, input_len=64, output_len=100)
