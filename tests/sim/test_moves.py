@@ -424,8 +424,7 @@ def test_random_moves_change_no_token(seed: int, overlap: bool) -> None:
     rng = random.Random(seed)
     shape = config(tokens=rng.choice([200, 320]), overlap=overlap, retract_every=rng.choice([0, 7]))
     names = ["d0", "d1", "d2"]
-    make = partial(token_engine, window=rng.choice([None, 1, 6, 9, 30]), window_tokens=240)
-    with Cluster(1, 3, make, shape, seed=seed) as cluster:
+    with Cluster(1, 3, token_engine, shape, seed=seed) as cluster:
         router, at, ids = cluster.router, {}, {}
         for i in range(9):
             ids_of = [*prompt(rng.randrange(2), rng.choice([8, 16])), *prompt(i, rng.randrange(1, 30))]

@@ -6,6 +6,7 @@ what a new token sees through its window (`TokenStream`), so a wrong window page
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import partial
 
@@ -103,6 +104,33 @@ def test_window_pages_are_evicted_alone() -> None:
         driver.run()
     count = driver.ledger.count_windows()
     assert driver.ledger.count().evictable == 8 * 15 and count.evictable <= count.total == 20
+
+
+@both_overlaps
+@pytest.mark.parametrize("seed", range(3))
+def test_random_moves_and_hits(seed: int, overlap: bool) -> None:
+    rng = random.Random(seed)
+    make = partial(token_engine, window=rng.choice([1, 6, WINDOW, 30]), window_tokens=240)
+    shape = config(tokens=320, overlap=overlap, retract_every=rng.choice([0, 7]))
+    with Cluster(1, 2, make, shape, seed=seed) as cluster:
+        router, ids, at = cluster.router, {}, {}
+        for i in range(8):
+            its = [*prompt(rng.randrange(2), rng.choice([8, 16])), *prompt(i, rng.randrange(1, 60))]
+            key = router.submit(f"r{i}", its, params(40), "p0", f"d{i % 2}")
+            ids[key], at[key] = its, (key, i % 2)
+        while not all(router.answers[key].ended for key in ids):
+            cluster.step(check=True)
+            key = rng.choice(list(ids))
+            current, node = at[key]
+            moves = [move for move in router.moves.values() if move.key == current and not move.failures]
+            if moves and moves[0].arrived:
+                at[key] = moves[0].to_key, 1 - node
+            elif router.answers[key].token_ids and not router.answers[key].ended and not moves:
+                router.move(current, f"d{node}", f"d{1 - node}")
+        assert any(move.arrived for move in router.moves.values())
+        for key, its in ids.items():
+            assert cluster.tokens(key) == wanted(its, 40)
+        cluster.run_all(check=True)
 
 
 # ------------------------------------------------------------------------------------------ planted faults

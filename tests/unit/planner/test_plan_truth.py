@@ -48,6 +48,17 @@ def test_long_prompts_beside_short_streams_pay(stalled: Answer) -> None:
     assert "What holds it back there: decode compute." in " ".join(stalled.verdict.reasons)
 
 
+def test_an_slo_that_no_fleet_can_meet_says_by_how_much() -> None:
+    answer = planned(
+        asked(costing(d=0.05), of=traffic(10, rate=0.1), slo=Slo(ttft_s=0.5, itl_s=0.01), nodes=ONE_AND_TWO)
+    )
+    assert (answer.verdict.best, answer.verdict.meets) == ("1 together", False), "the simplest of equals"
+    now = answer.candidate("1 together").now
+    assert now.slo_factor == pytest.approx(5.0, rel=0.1) and now.good_share.value == 0
+    assert f"{now.slo_factor:.2f} times as wide" in answer.verdict.headline
+    assert answer.candidate("1 together").max_rate is None
+
+
 def test_requests_beyond_the_context_fail_and_a_remark_says_so() -> None:
     short = msgspec.structs.replace(PROFILE, node=msgspec.structs.replace(PROFILE.node, context_length=128))
     answer = planned(asked(short, of=traffic(20), nodes=ONE_AND_TWO))
