@@ -67,13 +67,6 @@ def test_the_routers_thread_delays_a_request_and_its_tokens() -> None:
     assert costly.itl_s == pytest.approx(free.itl_s, rel=0.05), "a delay is not a gap"
 
 
-def test_nodes_that_do_both_have_no_link() -> None:
-    result = run(load(), candidate=Candidate(num_prefill=0, num_decode=2))
-    assert list(result.busy) == ["together", "router"]
-    assert result.transfer_bytes_s == 0.0
-    assert all(result.served)
-
-
 def test_nodes_have_the_flags_that_they_were_measured_with() -> None:
     measured = profile(
         disable_radix_cache=True,
