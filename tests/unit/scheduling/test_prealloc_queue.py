@@ -16,7 +16,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage, Timeline
-from tests.unit.scheduling.conftest import MakeLedger, MakeReq
+from tests.unit.scheduling.conftest import MakeLedger, MakeReq, cache_prefix
 
 PREFILL = NodeRef("p0", "p0", "sim")
 OPEN = {"is_open_to": lambda req: True, "is_open_to_move": lambda req: True}
@@ -54,14 +54,6 @@ def enqueue(queue: PreallocQueue, batcher: Batcher, *reqs: Req) -> None:
     for req in reqs:
         batcher.arrived(req)
         queue.add(req, PREFILL)
-
-
-def cache_prefix(ledger: KVLedger, ids: Sequence[int]) -> None:
-    """As if a request with these tokens had been computed and had ended."""
-    kv = ledger.admit(ledger.radix_cache.match_prefix(ids), "")
-    assert kv is not None and ledger.grow(kv, len(ids))
-    kv.kv_committed_len = len(ids)
-    ledger.cache_finished_req(kv, ids)
 
 
 class ReadIds(list[int]):

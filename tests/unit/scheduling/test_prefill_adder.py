@@ -8,7 +8,7 @@ from shared.scheduling.plan import schedule
 from shared.scheduling.prefill_adder import MAX_RESERVED_OUTPUT, AddReqResult, PrefillAdder
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import CachedPrefixes
-from tests.unit.scheduling.conftest import MakeLedger, MakeReq
+from tests.unit.scheduling.conftest import MakeLedger, MakeReq, cache_prefix
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
 
@@ -79,7 +79,7 @@ class TestPages:
 
     def test_evictable_pages_are_room(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         ledger = make_kv_ledger(4)
-        leave_prefix(ledger, make_req(16))
+        cache_prefix(ledger, make_req(16).ids)
         assert ledger.count().evictable == 4
         assert make_adder(ledger).add_one_req(make_req(16, max_new_tokens=1)) is CONTINUE
 
@@ -88,9 +88,9 @@ class TestPages:
     ) -> None:
         ledger = make_kv_ledger(4)
         first = make_req(8)
-        leave_prefix(ledger, first)
+        cache_prefix(ledger, first.ids)
         other = make_req(8)
-        leave_prefix(ledger, other)
+        cache_prefix(ledger, other.ids)
         again = make_req(8, max_new_tokens=1)
         again.ids = [*first.ids, *range(8)]
         again.num_input_ids = 16
@@ -103,7 +103,7 @@ class TestPages:
         """8 of 16 window pages are of the prefix, of which the next token sees one."""
         for num_own, expected in ((15, CONTINUE), (16, NO_TOKEN)):
             ledger, first = make_kv_ledger(24, window=5), make_req(32)
-            leave_prefix(ledger, first)
+            cache_prefix(ledger, first.ids)
             again = make_req(32 + 4 * num_own, max_new_tokens=1)
             again.ids[:32] = first.ids
             assert make_adder(ledger).add_one_req(again) is expected
@@ -184,7 +184,7 @@ class TestPrefillTokens:
 
     def test_a_cached_prefix_costs_nothing(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         ledger, req = make_kv_ledger(), make_req(9, max_new_tokens=1)
-        leave_prefix(ledger, req)
+        cache_prefix(ledger, req.ids)
         adder = make_adder(ledger, prefill=1)
         assert adder.add_one_req(req) is CONTINUE
         assert (req.extend_len, req.cached_tokens) == (1, 8)
@@ -200,21 +200,12 @@ class TestSlots:
 def test_cached_tokens_do_not_fall_nor_count_outputs(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
     """A retracted request finds its own outputs in the tree: that is no cached prompt."""
     ledger, req = make_kv_ledger(), make_req(6, max_new_tokens=9, output_ids=(1, 2, 3))
-    leave_prefix(ledger, req)
+    cache_prefix(ledger, req.ids)
     req.cached_tokens = 4
     make_adder(ledger).add_one_req(req)
     assert req.kv is not None
     assert req.kv.kv_committed_len == 8
     assert req.cached_tokens == 6
-
-
-def leave_prefix(ledger: KVLedger, req: Req) -> None:
-    """As if a request with these tokens had been computed and had ended."""
-    kv = ledger.admit(ledger.match_prefix(req.ids, ""), "")
-    assert kv is not None
-    assert ledger.grow(kv, len(req.ids))
-    kv.kv_committed_len = len(req.ids)
-    ledger.cache_finished_req(kv, req.ids)
 
 
 def test_the_last_token_of_one_that_ignores_eos_needs_no_page(
