@@ -51,13 +51,6 @@ def test_a_finished_request_leaves_its_whole_committed_pages() -> None:
     audit_idle(ledger)
 
 
-def test_what_was_not_committed_is_not_shared() -> None:
-    ledger = new_ledger()
-    assert ledger.cache_finished_req(admit(ledger, TEN, committed=3), TEN) == 3
-    assert ledger.count().evictable == 0
-    audit_idle(ledger)
-
-
 def test_the_last_token_is_never_matched() -> None:
     ledger = new_ledger()
     ledger.cache_finished_req(admit(ledger, TEN[:8]), TEN[:8])

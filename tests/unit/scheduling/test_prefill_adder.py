@@ -27,34 +27,26 @@ def make_adder(
 
 class TestPages:
     def test_prompt_and_expected_output_must_fit(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
-        """12 prompt tokens and 8 of the 9 wanted are 5 pages; the last token's KV is never computed."""
-        assert make_adder(make_kv_ledger(5)).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        assert make_adder(make_kv_ledger(4)).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
+        """12 prompt tokens and 8 of the 9 wanted are 5 pages; the last token's KV is never computed.
 
-    def test_the_ratio_scales_what_is_expected(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
-        assert (
-            make_adder(make_kv_ledger(4), ratio=0.5).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        )
-        assert (
-            make_adder(make_kv_ledger(3), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        )
-        assert (
-            make_adder(make_kv_ledger(2), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
-        )
+        The ratio scales what is expected, of which a bounded share is reserved.
+        """
+        most = 1 + MAX_RESERVED_OUTPUT // 4
+        for needed, num_ids, num_new, ratio in (
+            (5, 12, 9, 1.0),
+            (4, 12, 9, 0.5),
+            (3, 12, 9, 0.0),
+            (most, 4, 1_000_000, 1.0),
+        ):
+            for num_pages, expected in ((needed, CONTINUE), (needed - 1, NO_TOKEN)):
+                adder = make_adder(make_kv_ledger(num_pages), ratio=ratio)
+                assert adder.add_one_req(make_req(num_ids, max_new_tokens=num_new)) is expected
 
     def test_running_requests_keep_their_reserve(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         running = make_req(4, max_new_tokens=9)
         for free, expected in ((5, CONTINUE), (4, NO_TOKEN)):
             adder = make_adder(make_kv_ledger(free), running=(running,))
             assert adder.add_one_req(make_req(12, max_new_tokens=1)) is expected
-
-    def test_a_long_output_reserves_a_bounded_share(
-        self, make_kv_ledger: MakeLedger, make_req: MakeReq
-    ) -> None:
-        pages = 1 + MAX_RESERVED_OUTPUT // 4
-        for free, expected in ((pages, CONTINUE), (pages - 1, NO_TOKEN)):
-            adder = make_adder(make_kv_ledger(free))
-            assert adder.add_one_req(make_req(4, max_new_tokens=1_000_000)) is expected
 
     def test_pages_kept_for_a_request_are_there_for_no_other(
         self, make_kv_ledger: MakeLedger, make_req: MakeReq
@@ -121,15 +113,11 @@ class TestChunkTokens:
     def test_a_prompt_that_fits_exactly_is_no_chunk(
         self, make_kv_ledger: MakeLedger, make_req: MakeReq
     ) -> None:
-        adder = make_adder(make_kv_ledger(), chunk=10)
-        assert adder.add_one_req(make_req(10, max_new_tokens=1)) is CONTINUE
-        assert adder.chunked_req is None
-
-    def test_a_longer_one_is_cut(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
-        adder, req = make_adder(make_kv_ledger(), chunk=10), make_req(11, max_new_tokens=1)
-        assert adder.add_one_req(req) is OTHER
-        assert adder.chunked_req is req
-        assert req.extend_len == 10
+        for num_ids, expected in ((10, CONTINUE), (11, OTHER)):
+            adder, req = make_adder(make_kv_ledger(), chunk=10), make_req(num_ids, max_new_tokens=1)
+            assert adder.add_one_req(req) is expected
+            assert adder.chunked_req is (req if expected is OTHER else None)
+            assert req.extend_len == 10
 
     def test_the_second_request_takes_what_is_left(
         self, make_kv_ledger: MakeLedger, make_req: MakeReq
