@@ -35,7 +35,6 @@ class MetaRig:
     def __init__(
         self,
         model: ModelConfig,
-        decoder: type[Decoder] = Decoder,
         make_kernels: Callable[[TokenToKVPool], Kernels] = lambda pool: torch_kernels(pool.device),
         context_length: int = 64,
         kv_dtype: torch.dtype = torch.bfloat16,
@@ -59,7 +58,7 @@ class MetaRig:
             dtype=kv_dtype,
             device=META,
         )
-        weights = decoder.load(DummyWeights(0, META), model, dtype=shape.dtype, device=META)
+        weights = Decoder.load(DummyWeights(0, META), model, dtype=shape.dtype, device=META)
         backend = TorchBackend(make_kernels(pool), weights, pool, Progress(), shape.forward_limits)
         self.runner = ModelRunner(backend, NUM_ROWS, META)
         self.batches = StartBatches(shape)

@@ -23,7 +23,6 @@ import xxhash
 
 from shared.kernels.cpu.pages import NativePageMover
 from shared.kvcache.page_mover import PageMover, TorchPageMover
-from shared.kvtransfer.endpoint import PageStore
 from shared.kvtransfer.link import Arrival, Link, LinkFactory, LinkSpec, Op
 from shared.kvtransfer.staging import HEADER_NBYTES, Slot
 from shared.kvtransfer.states import Received
@@ -188,10 +187,8 @@ class Tally:
     """Damaged pages that were taken for whole ones, and transfers that ended otherwise."""
 
 
-def fuzz(
-    path: Path, num_faults: int, seed: int, wrap: Callable[[PageStore], PageStore] = lambda pages: pages
-) -> Tally:
-    """Move `num_faults` transfers, each of them damaged. `wrap` changes the pages of both sides."""
+def fuzz(path: Path, num_faults: int, seed: int) -> Tally:
+    """Move `num_faults` transfers, each of them damaged."""
     options, damage, tally = real(path.backend), Damage(seed), Tally()
     honest = transports(options)
     factories = {name: FaultyLinkFactory(made, damage) for name, made in honest.factories.items()}
@@ -200,7 +197,6 @@ def fuzz(
         p_transports=dataclasses.replace(honest, factories=factories),
         d_transports=honest,
         mover=path.new_mover(),
-        wrap=wrap,
     )
     try:
         pair.moves_pages(num_faults)  # a link over which no chunk has come intact is given up

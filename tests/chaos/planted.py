@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fault.matrix.cells import Transport
-from tests.fault.matrix.finding import find
 from tests.fault.matrix.fleet_nodes import Model, make_served
 from tests.fault.matrix.matrix import Matrix
-from tests.fault.matrix.plants import PLANTS
+from tests.fault.matrix.plants import PLANTS, Plant
+from tests.patience import until
 from tests.processes import print_logs
 
 PLANTED_PATIENCE_S = 30.0
@@ -41,3 +42,32 @@ def run(model: str = Model.MIXTURE) -> Iterator[dict[str, object]]:
                 matrix.flush()
                 matrix.check_home()
     assert not missed, missed
+
+
+def find(matrix: Matrix, plant: Plant) -> str:
+    """What the matrix finds wrong while `plant` acts. AssertionError: nothing, or something else.
+
+    The fault no longer acts afterwards; what it has done to the fleet may last.
+    """
+    starts = {process.name: len(process.log) for process in matrix.fleet.processes}
+    matrix.flush()
+    matrix.plant(plant)
+    try:
+        if plant.cell is None:
+            matrix.check_home()
+        else:
+            matrix.run(plant.cell)
+    except AssertionError as error:
+        found = str(error)
+    else:
+        raise AssertionError(f"{plant.name}: nothing was found")
+    finally:
+        matrix.plant(None)
+    assert re.search(plant.finding, found), f"{plant.name}: something else was found: {found}"
+
+    def is_logged() -> bool:
+        processes = matrix.fleet.processes
+        return any(re.search(plant.logged, process.log[starts[process.name] :]) for process in processes)
+
+    until(is_logged, f"{plant.name}: a log has {plant.logged!r}", matrix.patience_s)
+    return found

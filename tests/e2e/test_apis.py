@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,21 +101,6 @@ def test_a_tool_that_has_to_be_called(client: openai.OpenAI) -> None:
             assert arguments["city"] in city["enum"]
         else:
             assert (choice, call.function.name, arguments) == ("required", "now", {})
-
-
-@pytest.mark.parametrize(
-    ("field", "grammar", "pattern"),
-    [
-        ("regex", "[a-f]{4}-[0-9]{2}", "[a-f]{4}-[0-9]{2}"),
-        ("ebnf", 'root ::= "yes" | "no" | "may" "be"', "yes|no|maybe"),
-        ("json_schema", '{"enum": ["a", 17]}', '"a"|17'),
-    ],
-)
-def test_grammars(router: Router, field: str, grammar: str, pattern: str) -> None:
-    params = {"temperature": 1.0, "sampling_seed": 2, "ignore_eos": True, field: grammar}
-    answer = router.generate(PROMPT, 60, sampling=params).finish().answer
-    assert re.fullmatch(pattern, answer["text"].strip())
-    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 def test_streams_keep_to_a_schema(client: openai.OpenAI) -> None:

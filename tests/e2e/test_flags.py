@@ -102,11 +102,3 @@ def test_refused_at_the_start(name: str, started: dict[str, tuple[Process, str]]
     assert words in last
     assert "Traceback" not in process.log
     assert_gone(process.family())
-
-
-def test_help_names_every_flag_with_its_default(tmp_path: Path) -> None:
-    for module in ("router", "prefill_node", "decode_node"):
-        process = Process(f"{module}-help", module, ["--help"], tmp_path)
-        process.start()
-        assert process.wait() == 0
-        assert "--max-total-tokens" in process.log and "(default: 16384)" in process.log

@@ -26,21 +26,6 @@ def params(**changes: object) -> SamplingParams:
     return msgspec.structs.replace(GREEDY, **changes)
 
 
-@topology
-@overlap
-@pytest.mark.parametrize("num_known", [1, 31])
-def test_a_resumed_request_goes_on_where_it_was(
-    zoo: Zoo, llama: Path, topology: str, overlap: bool, num_known: int
-) -> None:
-    expected = zoo.greedy("llama", 3)
-    with start(topology, llama, overlap=overlap) as cluster:
-        key = Client(cluster).submit(zoo.prompts("llama")[3], output_ids=expected[:num_known])
-        cluster.run_all()
-        assert cluster.tokens(key) == expected
-        assert cluster.router.answers[key].finish == Finish("length")
-        cluster.assert_idle()
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("nodes", [("p0",), ("d0",), ("p0", "d0")], ids="-".join)
 def test_the_whole_prompt_is_cached(zoo: Zoo, llama: Path, page_size: int, nodes: tuple[str, ...]) -> None:
@@ -57,17 +42,6 @@ def test_the_whole_prompt_is_cached(zoo: Zoo, llama: Path, page_size: int, nodes
         assert on_prefill.cached_tokens == (80 - page_size if "p0" in nodes else 0)
         assert at_finish.kv_pages_transferred == (0 if "d0" in nodes else 80 // page_size)
         cluster.assert_idle()
-
-
-@topology
-@pytest.mark.parametrize("num_prompts", [1, 4])
-def test_without_a_radix_cache_retracted_requests_are_computed_anew(
-    zoo: Zoo, llama: Path, topology: str, num_prompts: int
-) -> None:
-    with start(topology, llama, retract_every=3, disable_radix_cache=True) as cluster:
-        tokens = Client(cluster).tokens(zoo.prompts("llama")[:num_prompts])
-        assert tokens == [zoo.greedy("llama", i) for i in range(num_prompts)]
-        assert cluster.nodes["d0"].scheduler.batcher.num_retractions > 0
 
 
 @overlap
@@ -102,21 +76,6 @@ def test_eos_ends_the_request(zoo: Zoo, topology: str, overlap: bool, position: 
         assert cluster.tokens(ignoring) == zoo.greedy("llama", 2)
         assert cluster.router.answers[ignoring].finish == Finish("length")
         cluster.assert_idle()
-
-
-@topology
-@pytest.mark.parametrize("position", [0, 6])
-def test_stop_token_ids_end_the_request(zoo: Zoo, llama: Path, topology: str, position: int) -> None:
-    expected, stop = until_first(zoo.greedy("llama", 4), position)
-    with start(topology, llama) as cluster:
-        client = Client(cluster)
-        for ignore_eos in (False, True):
-            wanted = params(stop_token_ids=(510, stop), ignore_eos=ignore_eos)
-            key = client.submit(zoo.prompts("llama")[4], wanted)
-            cluster.run_all()
-            answer = cluster.router.answers[key]
-            assert (answer.token_ids, answer.finish) == (expected, Finish("stop", stop))
-            cluster.assert_idle()
 
 
 @topology

@@ -12,7 +12,7 @@ from shared.config import NodeConfig
 from shared.protocol.messages import Lend, ReqKey
 from tests.cluster import Answer, Cluster, receiver_of, ref, sender_of
 from tests.golden.references import Zoo
-from tests.golden.serving import GREEDY, node_config, real_engine
+from tests.golden.serving import GREEDY, real_engine
 from tests.golden.test_moves import WANTED
 from tests.golden.test_native import config_of
 
@@ -31,56 +31,32 @@ class Second(StrEnum):
     COMPUTED = "computed"
 
 
-def run(
-    config: NodeConfig, prompts: Sequence[list[int]], which: Sequence[int], lender: str, second: Second
-) -> list[Answer]:
-    """Conversations of two turns, one after the other. The second has some of WANTED, all at once."""
+def run(config: NodeConfig, prompts: Sequence[list[int]], lender: str, second: Second) -> list[Answer]:
+    """Conversations of two turns, one after the other. The second has WANTED, all at once."""
     with Cluster(2, 2, real_engine, config) as cluster:
         router, borrower = cluster.router, cluster.nodes["p0"]
         router.outbox.send(lender, Lend(ReqKey("router", "link"), ref(receiver_of("p0")), None))
         cluster.run(lambda: len(borrower.receiver.link_reports) == 1)
         turns = []
-        for i in which:
+        for i in range(len(WANTED)):
             key = router.submit(f"first{i}", prompts[i], FIRST_TURN, *LENDERS[lender])
             cluster.run_all()
             turns.append([*prompts[i], *cluster.tokens(key), *prompts[i + 1]])
         nodes = LENDERS[lender] if second is Second.CACHED else ("p0", "d1")
         source = PARTIES[lender] if second is Second.FETCHED else None
         keys = [
-            router.submit(f"second{i}", ids, WANTED[i], *nodes, lender=source)
-            for i, ids in zip(which, turns, strict=True)
+            router.submit(f"second{i}", ids, wanted, *nodes, lender=source)
+            for i, (ids, wanted) in enumerate(zip(turns, WANTED, strict=True))
         ]
         cluster.run_all()
         for _ in range(20):
             cluster.step()
         cluster.assert_idle()
-        held = [len(prompts[i]) + (FIRST_TURN.max_new_tokens - 1 if lender == "d0" else 0) for i in which]
+        num_answered = FIRST_TURN.max_new_tokens - 1 if lender == "d0" else 0
+        held = [len(ids) + num_answered for ids in prompts[: len(WANTED)]]
         num_held = sum(length // PAGE * PAGE for length in held)
         assert borrower.vitals.num_fetched_tokens == (num_held if second is Second.FETCHED else 0)
         return [router.answers[key] for key in keys]
-
-
-def check_equal(
-    config: NodeConfig,
-    prompts: Sequence[list[int]],
-    which: Sequence[int],
-    lender: str,
-    without: Sequence[Second],
-) -> None:
-    fetched = run(config, prompts, which, lender, Second.FETCHED)
-    for second in without:
-        for one, other in zip(run(config, prompts, which, lender, second), fetched, strict=True):
-            assert other.token_ids == one.token_ids
-            assert other.logprobs == one.logprobs
-            assert sorted(other.logprobs) == list(range(len(other.token_ids)))
-
-
-@pytest.mark.parametrize("lender", LENDERS)
-@pytest.mark.parametrize("which", range(len(WANTED)))
-def test_alone_on_torch(zoo: Zoo, which: int, lender: str) -> None:
-    """In float32, against the node that holds the pages: what a decode step computed differs in its last bits."""
-    config = node_config(zoo.folder("llama"), page_size=PAGE)
-    check_equal(config, zoo.prompts("llama"), [which], lender, [Second.CACHED])
 
 
 @pytest.mark.usefixtures("native_kernels")
@@ -88,5 +64,9 @@ def test_alone_on_torch(zoo: Zoo, which: int, lender: str) -> None:
 def test_together_on_the_native_kernels(zoo: Zoo, lender: str, overlap: bool) -> None:
     """In bfloat16, against the node that holds the pages, and against computing all of them."""
     config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=PAGE)
-    without = [Second.CACHED, Second.COMPUTED]
-    check_equal(config, zoo.prompts("builtin"), range(len(WANTED)), lender, without)
+    fetched, *others = (run(config, zoo.prompts("builtin"), lender, second) for second in Second)
+    for without in others:
+        for one, other in zip(without, fetched, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.logprobs == one.logprobs
+            assert sorted(other.logprobs) == list(range(len(other.token_ids)))

@@ -11,7 +11,7 @@ from shared.config import NodeConfig
 from shared.protocol.logprobs import LogprobParams
 from tests.cluster import Answer, Cluster
 from tests.golden.references import Zoo
-from tests.golden.serving import GREEDY, node_config, overlaps, real_engine
+from tests.golden.serving import GREEDY, overlaps, real_engine
 from tests.golden.test_native import config_of
 from tests.golden.test_retraction_ways import PENALIZED, SEEDED
 
@@ -19,13 +19,11 @@ TOP_TWO = LogprobParams(top_num=2)
 WANTED = [msgspec.structs.replace(params, logprobs=TOP_TWO) for params in (GREEDY, PENALIZED, SEEDED)]
 
 
-def run(
-    config: NodeConfig, prompts: Sequence[list[int]], which: Sequence[int], *, moves: bool
-) -> list[Answer]:
-    """Some of WANTED at once. With `moves`, each goes from d0 to d1 and back as often as it can."""
+def run(config: NodeConfig, prompts: Sequence[list[int]], *, moves: bool) -> list[Answer]:
+    """WANTED at once. With `moves`, each goes from d0 to d1 and back as often as it can."""
     with Cluster(1, 2, real_engine, config) as cluster:
         router = cluster.router
-        keys = [router.submit(f"r{i}", prompts[i], WANTED[i], "p0", "d0") for i in which]
+        keys = [router.submit(f"r{i}", prompts[i], wanted, "p0", "d0") for i, wanted in enumerate(WANTED)]
         cluster.run(lambda: all(len(router.answers[key].token_ids) > 2 for key in keys))
         under_way = {key: router.move(key, "d0", "d1") for key in keys} if moves else {}
         num_arrived = 0
@@ -46,25 +44,13 @@ def run(
         return [router.answers[key] for key in keys]
 
 
-def check_equal(config: NodeConfig, prompts: Sequence[list[int]], which: Sequence[int]) -> None:
-    stayed, moved = (run(config, prompts, which, moves=moves) for moves in (False, True))
-    for one, other in zip(stayed, moved, strict=True):
-        assert other.token_ids == one.token_ids
-        assert other.logprobs == one.logprobs
-        assert sorted(other.logprobs) == list(range(len(other.token_ids)))
-
-
-@overlaps
-@pytest.mark.parametrize("which", range(len(WANTED)))
-def test_alone_on_torch(zoo: Zoo, which: int, overlap: bool) -> None:
-    """In float32. One at a time: torch sums in another order where a batch has another size."""
-    config = node_config(zoo.folder("llama"), overlap=overlap, page_size=8)
-    check_equal(config, zoo.prompts("llama"), [which])
-
-
 @pytest.mark.usefixtures("native_kernels")
 @overlaps
 def test_together_on_the_native_kernels(zoo: Zoo, overlap: bool) -> None:
     """In bfloat16."""
     config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=8)
-    check_equal(config, zoo.prompts("builtin"), range(len(WANTED)))
+    stayed, moved = (run(config, zoo.prompts("builtin"), moves=moves) for moves in (False, True))
+    for one, other in zip(stayed, moved, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.logprobs == one.logprobs
+        assert sorted(other.logprobs) == list(range(len(other.token_ids)))

@@ -118,15 +118,3 @@ def test_resumed_elsewhere(
         cluster.run_all()
         assert [cluster.tokens(key) for key in keys] == [tokens for tokens in expected for _ in range(3)]
         cluster.assert_idle()
-
-
-def test_another_seed_samples_something_else(zoo: Zoo, llama: Path) -> None:
-    with unsplit(node_config(llama)) as cluster:
-        client = Client(cluster)
-        ids = zoo.prompts("llama")[5]
-        keys = [
-            client.submit(ids, SamplingParams(max_new_tokens=8, seed=seed, ignore_eos=True))
-            for seed in range(8)
-        ]
-        cluster.run_all()
-        assert len({tuple(cluster.tokens(key)) for key in keys}) == 8

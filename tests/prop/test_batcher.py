@@ -54,6 +54,21 @@ def test_a_forward_that_raises_fails_its_own_requests_only() -> None:
     stepping.run()
 
 
+def test_a_mixed_chunk_stalls_no_stream() -> None:
+    """Each forward with a part of a long prompt has a step of every stream, and no more tokens than a chunk."""
+    stepping = Stepping(chunked_prefill_size=24, enable_mixed_chunk=True)
+    for i in range(3):
+        stepping.add(new_req(f"stream{i}", [i, 2, 3], 40))
+    while len(stepping.batcher.running_batch) < 3:
+        stepping.step()
+    stepping.add(new_req("long", range(100, 400), 8))
+    for _ in range(-(-300 // (24 - 3))):
+        batch = stepping.step()
+        assert batch is not None and batch.extends
+        assert len(batch.decodes) == 3 and batch.num_tokens <= 24
+    stepping.run()
+
+
 class Idle:
     def wait(self) -> None: ...
 

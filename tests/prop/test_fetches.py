@@ -29,7 +29,7 @@ from shared.kvtransfer.lending import (
 from shared.kvtransfer.staging import Chunk
 from shared.kvtransfer.states import READY_OVERDUE_S, Received
 from shared.protocol.messages import Decode, Flush, Leaving, Lend, ReqKey
-from shared.protocol.transfer_messages import Grant, Handoff
+from shared.protocol.transfer_messages import CancelTransfer, Grant, Handoff
 from tests.cluster import Cluster, Node, receiver_of, ref, sender_of
 from tests.fake_network import VirtualClock
 from tests.sim.test_moves import config, params, prompt
@@ -128,17 +128,6 @@ def test_only_what_no_node_has_is_computed(lender: str) -> None:
         assert fetched(cluster) == num_held
         report = cluster.router.answers[key].reports[0]
         assert report.cached_tokens == report.num_fetched_tokens == num_held and report.fetch_s > 0
-
-
-def test_what_is_here_already_is_not_fetched_again() -> None:
-    with fleet() as cluster:
-        common = prompt(3, 80)
-        held(cluster, "p1", [*common, *TURN])
-        first = cluster.router.submit("first", common, params(6), "p0", "d1")
-        check(cluster, (first, common))
-        ids = [*common, *TURN]
-        check(cluster, (ask(cluster, "next", ids), ids))
-        assert fetched(cluster) == 160 - PAGE, "the last token is computed, and so is its page"
 
 
 def test_what_is_being_fetched_is_not_queued_to_be_computed() -> None:
@@ -283,13 +272,6 @@ def test_a_lend_that_is_repeated_or_for_a_request_of_this_node_is_dropped() -> N
         cluster.network.release(Grant)
         check(cluster, (key, TURN))
         assert fetched(cluster) == 160 - PAGE
-
-
-def test_a_node_lends_to_the_one_that_prefills_for_it() -> None:
-    with fleet() as cluster:
-        ids = [*held(cluster, "d0", TURN), 5]
-        check(cluster, (ask(cluster, "next", ids, "d0", decode="d0"), ids))
-        assert fetched(cluster) == 168 // PAGE * PAGE
 
 
 @pytest.mark.parametrize("in_time", [True, False])
@@ -458,15 +440,17 @@ def test_pages_of_requests_go_first() -> None:
         check(cluster, (busy, prompt(6, 20)), (key, [*ids, 5]))
 
 
-def test_a_loan_that_ends_half_offered_protects_no_window_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.kvtransfer.lending.PAGES_BESIDE_HANDOFFS", 1)
+def test_a_loan_that_ends_half_offered_protects_no_window_page() -> None:
     with fleet(window=9) as cluster:
-        held(cluster, "p1", TURN)
+        ids = prompt(4, 3 * PAGES_BESIDE_HANDOFFS * PAGE)
+        held(cluster, "p1", ids)
         cluster.network.hold(Handoff)
         cluster.router.submit("busy", prompt(6, 20), params(6), "p1", "d1")
         cluster.run(lambda: cluster.network.num_held(Handoff) == 1)
-        offers, key, lender = cluster.network.num_sent["Offer"], ask(cluster), cluster.nodes["p1"]
+        offers, key = cluster.network.num_sent["Offer"], ask(cluster, ids=ids)
+        lender = cluster.nodes["p1"]
         cluster.run(lambda: cluster.network.num_sent["Offer"] > offers)
+        lender.sender.on_message(receiver_of("p0"), CancelTransfer(key, "the client is gone"))
         cluster.router.give_up(key, "the client is gone")
         cluster.run(lambda: not len(lender.scheduler.lending))
         assert cluster.network.num_held(Handoff) == 1, "that of the loan would follow its last page"

@@ -270,9 +270,9 @@ def test_polls_of_an_idle_loop_age_no_retracted_request() -> None:
     driver.batcher._retract(retracted)
     for _ in range(10):
         driver.retraction.begin_turn(driver.batcher.num_steps)
-    assert driver.retraction.admissible([arrival]) == [arrival]
+    assert driver.batcher.is_open_to(arrival, None)
     driver.retraction.begin_turn(driver.batcher.num_steps + 3)
-    assert driver.retraction.admissible([arrival]) == []
+    assert not driver.batcher.is_open_to(arrival, None)
 
 
 @pytest.mark.parametrize("policy", ["host", "recompute"])

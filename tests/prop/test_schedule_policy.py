@@ -25,6 +25,7 @@ from shared.scheduling.schedule_policy import (
     SchedulePolicy,
 )
 from shared.timeline import Timeline
+from tests.unit.scheduling.conftest import cache_prefix
 
 
 class World:
@@ -36,7 +37,7 @@ class World:
         self.ledger = make_ledger(3000, CacheOptions(page_size=self.page_size), 64, 1024)
         self.cached = [self.tokens() for _ in range(rng.randrange(8))]
         for extra_key, ids in self.cached:
-            compute(self.ledger, ids, extra_key)
+            cache_prefix(self.ledger, ids, extra_key)
         count = rng.randrange(12) if num_waiting is None else num_waiting
         self.waiting = [self.req(f"w{i}") for i in range(count)]
         self.running = [self.req(f"r{i}") for i in range(rng.randrange(6))]
@@ -90,14 +91,6 @@ class World:
 
 def make_policy(options: ScheduleOptions, ledger: KVLedger) -> SchedulePolicy:
     return SchedulePolicy(options, ledger, PriorityRule(options), CachedPrefixes(ledger))
-
-
-def compute(ledger: KVLedger, ids: Sequence[int], extra_key: str) -> None:
-    kv = ledger.admit(ledger.radix_cache.match_prefix(ids, extra_key), extra_key)
-    assert kv is not None
-    assert ledger.grow(kv, len(ids))
-    kv.kv_committed_len = len(ids)
-    ledger.cache_finished_req(kv, ids)
 
 
 def cacheable(req: Req) -> list[int]:

@@ -154,24 +154,25 @@ class TestPreemption:
     def retracted(self, stepping: Stepping) -> set[str]:
         return {rid for rid, req in {**stepping.live, **stepping.done}.items() if req.num_retractions}
 
-    @pytest.mark.parametrize(("priority", "goes"), [(11, True), (10, False), (0, False), (-50, False)])
-    def test_the_difference_must_pass_the_threshold(self, priority: int, goes: bool) -> None:
-        stepping = self.full([0, 0, 0])
-        stepping.add(new_req("high", range(900, 909), 1, priority=priority))
-        assert ("high" in rids(stepping.step())) is goes
-        assert len(self.retracted(stepping)) == goes
-        stepping.run()
-
-    def test_low_values_first(self) -> None:
-        stepping = self.full([0, 0], schedule_low_priority_values_first=True)
-        stepping.add(new_req("low", range(900, 909), 1, priority=-11))
-        assert "low" in rids(stepping.step())
-        stepping.run()
-
-    def test_not_unless_enabled(self) -> None:
-        stepping = self.full([0, 0], enable_priority_scheduling=False)
-        stepping.add(new_req("high", range(900, 909), 1, priority=900))
-        assert "high" not in rids(stepping.step())
+    @pytest.mark.parametrize(
+        ("running", "priority", "options", "retracted"),
+        [
+            pytest.param([0, 0, 0], 11, {}, 1, id="over the threshold"),
+            pytest.param([0, 0, 0], 10, {}, 0, id="at the threshold"),
+            pytest.param([0, 0, 0], 0, {}, 0, id="equal"),
+            pytest.param([0, 0, 0], -50, {}, 0, id="lower"),
+            pytest.param([0, 0], -11, {"schedule_low_priority_values_first": True}, 1, id="low values first"),
+            pytest.param([0, 0], 900, {"enable_priority_scheduling": False}, 0, id="not enabled"),
+            pytest.param([0, 0], 50, {"num_tokens": 400, "max_running_requests": 2}, 1, id="for a slot"),
+        ],
+    )
+    def test_one_is_retracted_where_that_makes_room_for_one_that_counts_far_more(
+        self, running: list[int], priority: int, options: dict[str, object], retracted: int
+    ) -> None:
+        stepping = self.full(running, **options)
+        stepping.add(new_req("new", range(900, 909), 1, priority=priority))
+        assert ("new" in rids(stepping.step())) is bool(retracted)
+        assert len(self.retracted(stepping)) == retracted
         stepping.run()
 
     def test_the_lowest_goes_and_no_more_than_needed(self) -> None:
@@ -188,13 +189,6 @@ class TestPreemption:
         before = len(stepping.batcher.running_batch)
         assert "high" not in rids(stepping.step())
         assert before <= 3 and not self.retracted(stepping)
-        stepping.run()
-
-    def test_a_slot_is_room_too(self) -> None:
-        stepping = self.full([0, 0], num_tokens=400, max_running_requests=2)
-        stepping.add(new_req("high", range(900, 909), 1, priority=50))
-        assert rids(stepping.step()) == ["high"]
-        assert len(self.retracted(stepping)) == 1
         stepping.run()
 
     def test_the_retracted_keep_their_output_and_come_back(self) -> None:

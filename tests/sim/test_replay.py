@@ -190,9 +190,9 @@ class Nowhere:
     set_peers = ensure = send
 
 
-def replay(of: Recording, schedule: ScheduleOptions | None = None) -> int | None:
+def replay(of: Recording) -> int | None:
     """The first turn in which a scheduler over the simulator's engine decides otherwise; None if none does."""
-    config = replace(of.config, schedule=schedule or of.config.schedule)
+    config = of.config
     loop = EventLoop()
     clock = NodeClock(loop)
     engine = sim_engine(config, RecordedStream(clock, of), clock, of.page_nbytes)
@@ -319,20 +319,3 @@ def test_the_load_has_chunks_and_retraction(recorded: dict[str, tuple[Recording,
         assert retracted or copies, f"{name}: nothing is retracted"
         assert bool(copies) == ("host_kv_tokens" in CASES[name])
         assert retracted or "copies_s" not in CASES[name], f"{name}: nothing is prefilled again"
-
-
-PLANTED = [
-    (Role.PREFILL, {"schedule_policy": "random"}),
-    (Role.PREFILL, {"chunked_prefill_size": 24}),
-    (Role.DECODE, {"chunked_prefill_size": 24}),
-    (Role.DECODE, {"schedule_conservativeness": 1.0}),
-    (Role.DECODE, {"retract_every": 9}),
-]
-
-
-@pytest.mark.parametrize(("role", "planted"), PLANTED, ids=str)
-def test_another_decision_is_noticed(
-    recorded: dict[str, tuple[Recording, Recording]], role: Role, planted: dict[str, Any]
-) -> None:
-    of = next(of for of in recorded["overlap"] if of.role is role)
-    assert replay(of, replace(of.config.schedule, **planted)) is not None

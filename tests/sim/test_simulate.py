@@ -67,13 +67,6 @@ def test_the_routers_thread_delays_a_request_and_its_tokens() -> None:
     assert costly.itl_s == pytest.approx(free.itl_s, rel=0.05), "a delay is not a gap"
 
 
-def test_nodes_that_do_both_have_no_link() -> None:
-    result = run(load(), candidate=Candidate(num_prefill=0, num_decode=2))
-    assert list(result.busy) == ["together", "router"]
-    assert result.transfer_bytes_s == 0.0
-    assert all(result.served)
-
-
 def test_nodes_have_the_flags_that_they_were_measured_with() -> None:
     measured = profile(
         disable_radix_cache=True,
@@ -118,11 +111,6 @@ def test_a_fleet_that_serves_nothing_has_no_latency() -> None:
     result = run(load(2, input_len=300), profile(context_length=200))
     assert result.bottleneck is Bottleneck.DECODE_PAGES
     assert result.served == (None, None)
-
-
-def test_a_prompt_that_was_seen_before_is_found_in_the_cache() -> None:
-    again = [request_at(0.0, 512, 4), SimRequest(1.0, 512, 4, request_at(0.0, 512, 4).blocks, 32)]
-    assert run(again).cached_share == pytest.approx(0.5, abs=0.03)
 
 
 def test_retracted_prompts_are_computed_again() -> None:

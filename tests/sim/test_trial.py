@@ -93,17 +93,6 @@ def test_its_router_has_heard_that_it_is_alone_before_it_begins(num_others: int)
         assert all(cluster.tokens(key) == wanted(prompt(1 + i), NUM_NEW) for i, key in enumerate(others))
 
 
-def test_it_begins_when_the_others_have_ended() -> None:
-    with Cluster(0, 1, token_engine, config()) as cluster:
-        other = submit(cluster, "other", seed=1)
-        cluster.run(lambda: bool(cluster.router.answers[other].token_ids))
-        suspect = submit(cluster, "suspect", seed=0, alone_tokens=ALONE)
-        cluster.run_all(check=True)
-        assert cluster.router.alone == [suspect]
-        assert cluster.tokens(other) == wanted(prompt(1), NUM_NEW)
-        assert cluster.tokens(suspect) == wanted(prompt(0), NUM_NEW)
-
-
 def test_a_node_is_emptied_for_each_of_two() -> None:
     with Cluster(0, 1, token_engine, config()) as cluster:
         router = cluster.router

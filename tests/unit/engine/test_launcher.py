@@ -262,7 +262,7 @@ def test_pages_of_a_copy_that_raises_go_to_no_arrival_while_it_runs() -> None:
     world.allocator.free(pages)
     outcome = Outcome()
     copies.settle_latest(outcome)
-    assert list(outcome.failed) == [req]
+    assert {failed: error.status for failed, error in outcome.failed.items()} == {req: 500}
     arrivals = world.allocator.alloc_for_arrival(world.allocator.num_pages)
     assert arrivals is not None
     assert not stream.pages_in_use & {*arrivals}

@@ -5,14 +5,11 @@ The test of Triton's launches shows the same of the kernels of a GPU (tests/kern
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from shared.engine.cuda.batches import EVERYTHING, GREEDY, Extend
 from shared.engine.model_runner import SampledTensors
-from shared.model.decoder import Decoder
 from shared.protocol.sampling_params import SamplingParams
 from tests.meta_rig import META, MetaRig
 from tests.token_engine import token_model_config
@@ -69,20 +66,3 @@ def test_nothing_waits_for_a_value_and_nothing_mixes_devices(
         assert sampled.token_ids_S.shape == (len(extends) + len(decodes),)
         assert (sampled.logprobs is not None) == (params.logprobs is not None)
         assert (sampled.input_logprobs is not None) == bool(params.logprobs is not None and extends)
-
-
-class LooksAtAValue(Decoder):
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, *to: Any) -> torch.Tensor:
-        assert int(positions_T.max()) < 100
-        return super().forward(input_ids_T, positions_T, *to)
-
-
-class MixesDevices(Decoder):
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, *to: Any) -> torch.Tensor:
-        return super().forward(input_ids_T, positions_T + torch.zeros(len(positions_T)).long(), *to)
-
-
-@pytest.mark.parametrize("decoder", [LooksAtAValue, MixesDevices])
-def test_a_forward_that_does_either_is_caught(decoder: type[Decoder]) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"meta|device"):
-        MetaRig(MODELS["llama"], decoder).run(EXTENDS, DECODES, GREEDY)

@@ -16,7 +16,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from shared.errors import RequestError
 from shared.grammar.schema_keywords import MAX_SCHEMA_DEPTH
 from shared.grammar.xgrammar_backend import MAX_WHITESPACE, XGrammarBackend
-from shared.model.files import resolve_model
 from shared.protocol.sampling_params import MAX_GRAMMAR_CHARS, Grammar
 from tests.modelzoo import EOS_TOKEN_ID, IM_END_ID, IM_START, IM_START_ID, write_tokenizer
 
@@ -317,12 +316,3 @@ def test_the_stack_of_a_compiler_thread_holds_the_longest_text() -> None:
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         XGrammarBackend.load(tmp_path, VOCAB_SIZE, (0,))
-
-
-def test_the_builtin_model_writes_json() -> None:
-    folder = resolve_model("builtin")
-    backend = XGrammarBackend.load(folder, 4096, (0,))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    text = json.dumps({"name": 'a "quoted" é'})
-    assert accepts(backend, Grammar("json_schema", json.dumps(schema)), tokenizer.encode(text).ids)

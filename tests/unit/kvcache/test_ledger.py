@@ -41,12 +41,6 @@ def pages_of(ledger: KVLedger, kv: ReqKV) -> list[int]:
 TEN = list(range(10))
 
 
-def test_pages_are_counted_up() -> None:
-    ledger = new_ledger()
-    assert [ledger.pages_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
-    assert ledger.num_available_pages == NUM_PAGES
-
-
 def test_a_finished_request_leaves_its_whole_committed_pages() -> None:
     ledger = new_ledger()
     kv = admit(ledger, TEN, committed=9)
@@ -54,13 +48,6 @@ def test_a_finished_request_leaves_its_whole_committed_pages() -> None:
     assert ledger.cache_finished_req(kv, TEN) == 1
     assert ledger.count().evictable == 2
     assert ledger.match_prefix(TEN, "").pages == ledger.radix_cache.pages()
-    audit_idle(ledger)
-
-
-def test_what_was_not_committed_is_not_shared() -> None:
-    ledger = new_ledger()
-    assert ledger.cache_finished_req(admit(ledger, TEN, committed=3), TEN) == 3
-    assert ledger.count().evictable == 0
     audit_idle(ledger)
 
 
@@ -246,20 +233,6 @@ def test_without_a_radix_cache_nothing_is_kept() -> None:
     ledger.cache_unfinished_req(kv, TEN)
     assert kv.num_tree_pages == 0
     assert ledger.cache_finished_req(kv, TEN) == 3
-    assert ledger.count().free == NUM_PAGES
-
-
-def test_extra_keys_separate_requests() -> None:
-    ledger = new_ledger()
-    ledger.cache_finished_req(admit(ledger, TEN, extra_key="a"), TEN)
-    assert ledger.match_prefix(TEN, "").pages == []
-    assert len(ledger.match_prefix(TEN, "a").pages) == 2
-
-
-def test_flush_forgets_every_prefix_that_nobody_reads() -> None:
-    ledger = new_ledger()
-    ledger.cache_finished_req(admit(ledger, TEN), TEN)
-    ledger.flush()
     assert ledger.count().free == NUM_PAGES
 
 

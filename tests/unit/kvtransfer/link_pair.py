@@ -263,12 +263,9 @@ class LinkPair:
         num_pages: int = 64,
         tamper: Callable[[Struct], Struct] = lambda message: message,
         mover: PageMover | None = None,
-        wrap: Callable[[PageStore], PageStore] = lambda pages: pages,
     ) -> None:
         self.woken = threading.Event()
-        new_node = partial(
-            RealNode, options=options, num_pages=num_pages, mover=mover, wrap=wrap, woken=self.woken
-        )
+        new_node = partial(RealNode, options=options, num_pages=num_pages, mover=mover, woken=self.woken)
         self.sending = new_node("p0", offers=p_transports, listens=False)
         self.receiving = new_node("d0", offers=d_transports)
         self.p, self.d = self.sending.sender, self.receiving.receiver

@@ -72,6 +72,8 @@ def test_a_thread_enters_before_it_runs() -> None:
 def test_a_cpu_has_nothing_to_enter() -> None:
     assert DeviceThreads.of(torch.device("cpu")) == DeviceThreads()
     assert DeviceThreads.of(torch.device("cuda", 1)).enter is not DeviceThreads().enter
+    with pytest.raises(AssertionError, match="index"):
+        DeviceThreads.of(torch.device("cuda"))
 
 
 def test_no_other_place_makes_threads_that_could_touch_the_device() -> None:

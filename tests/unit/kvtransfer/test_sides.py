@@ -546,21 +546,6 @@ def test_a_grant_that_makes_no_sense_ends_the_link(world: World, change: dict[st
     assert world.d.side.num_links_opened == 2
 
 
-# ------------------------------------------------------------------------------------------ corruption
-def test_a_byte_that_changed_on_the_wire_is_detected(world: World) -> None:
-    world.network.corrupt_payloads(after=1)
-    open_both(world, seconds=0.5)
-    assert "arrived corrupt" in failure(world).reason
-    assert not failure(world).by_peer
-    assert failure(world).corrupt and failure(world).sender == "p0"
-    assert "arrived corrupt" in world.p.ended[key(0)].reason
-    assert world.p.ended[key(0)].corrupt
-    open_both(world, number=1)  # the link itself is fine
-    world.run(0.5)
-    assert isinstance(world.d.ended[key(1)], Received)
-    assert world.d.side.num_links_opened == 1
-
-
 # ------------------------------------------------------------------------------------------ links, peers
 def test_another_layout_is_refused_by_the_name_of_its_field() -> None:
     network = FakeNetwork()

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,14 @@ from shared.timeline import Timeline
 
 MakeLedger = Callable[..., KVLedger]
 MakeReq = Callable[..., Req]
+
+
+def cache_prefix(ledger: KVLedger, ids: Sequence[int], extra_key: str = "") -> None:
+    """As if a request with these tokens had been computed and had ended."""
+    kv = ledger.admit(ledger.radix_cache.match_prefix(ids, extra_key), extra_key)
+    assert kv is not None and ledger.grow(kv, len(ids))
+    kv.kv_committed_len = len(ids)
+    ledger.cache_finished_req(kv, ids)
 
 
 @pytest.fixture

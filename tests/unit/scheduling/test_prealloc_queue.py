@@ -16,7 +16,7 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.scheduling.batcher import Batcher
 from shared.scheduling.req import Req
 from shared.timeline import ReqStage, Timeline
-from tests.unit.scheduling.conftest import MakeLedger, MakeReq
+from tests.unit.scheduling.conftest import MakeLedger, MakeReq, cache_prefix
 
 PREFILL = NodeRef("p0", "p0", "sim")
 OPEN = {"is_open_to": lambda req: True, "is_open_to_move": lambda req: True}
@@ -54,14 +54,6 @@ def enqueue(queue: PreallocQueue, batcher: Batcher, *reqs: Req) -> None:
     for req in reqs:
         batcher.arrived(req)
         queue.add(req, PREFILL)
-
-
-def cache_prefix(ledger: KVLedger, ids: Sequence[int]) -> None:
-    """As if a request with these tokens had been computed and had ended."""
-    kv = ledger.admit(ledger.radix_cache.match_prefix(ids), "")
-    assert kv is not None and ledger.grow(kv, len(ids))
-    kv.kv_committed_len = len(ids)
-    ledger.cache_finished_req(kv, ids)
 
 
 class ReadIds(list[int]):
@@ -152,23 +144,6 @@ def test_a_blocked_local_prompt_is_looked_up_anew_only_when_the_tree_has_changed
     assert first > third == 0
 
 
-def test_a_blocked_local_prompt_does_not_use_the_prefix_it_waits_with(
-    make_kv_ledger: MakeLedger, make_req: MakeReq
-) -> None:
-    """Eviction is by use: the prefix of a blocked request was used longest ago, and so goes first."""
-    ledger = make_kv_ledger(8)
-    batcher = Batcher(ledger, ScheduleOptions())
-    blocked, other = make_req(36), make_req(8)
-    cache_prefix(ledger, blocked.ids[:8])
-    cache_prefix(ledger, other.ids)
-    batcher.add(blocked)
-    for _ in range(3):
-        assert batcher.plan().batch is None
-    ledger.allocator.free(ledger.radix_cache.evict(2))
-    assert ledger.radix_cache.peek(blocked.ids, 8).num_pages == 0
-    assert ledger.radix_cache.peek(other.ids, 8).num_pages == 2
-
-
 def test_a_prefix_that_is_cached_meanwhile_is_found(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
     """Of 8 pages a running request holds 4; the 6 of a waiting one fit when the two share those 4."""
     ledger = make_kv_ledger(8)
@@ -183,8 +158,9 @@ def test_a_prefix_that_is_cached_meanwhile_is_found(make_kv_ledger: MakeLedger, 
     assert queue.reserve(**OPEN).reserved == [req]
 
 
+@pytest.mark.parametrize("is_local", [False, True])
 def test_a_request_that_waits_does_not_use_the_prefix_it_waits_with(
-    make_kv_ledger: MakeLedger, make_req: MakeReq
+    is_local: bool, make_kv_ledger: MakeLedger, make_req: MakeReq
 ) -> None:
     """Eviction is by use: the prefix of a blocked request was used longest ago, and so goes first."""
     ledger = make_kv_ledger(8)
@@ -192,8 +168,12 @@ def test_a_request_that_waits_does_not_use_the_prefix_it_waits_with(
     blocked, other = make_req(36), make_req(8)
     cache_prefix(ledger, blocked.ids[:8])
     cache_prefix(ledger, other.ids)
-    enqueue(queue, batcher, blocked)
+    if is_local:
+        batcher.add(blocked)
+    else:
+        enqueue(queue, batcher, blocked)
     for _ in range(3):
+        assert batcher.plan().batch is None
         assert queue.reserve(**OPEN).reserved == []
     ledger.allocator.free(ledger.radix_cache.evict(2))
     assert ledger.radix_cache.peek(blocked.ids, 8).num_pages == 0

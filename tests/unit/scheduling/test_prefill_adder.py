@@ -8,7 +8,7 @@ from shared.scheduling.plan import schedule
 from shared.scheduling.prefill_adder import MAX_RESERVED_OUTPUT, AddReqResult, PrefillAdder
 from shared.scheduling.req import Req
 from shared.scheduling.schedule_policy import CachedPrefixes
-from tests.unit.scheduling.conftest import MakeLedger, MakeReq
+from tests.unit.scheduling.conftest import MakeLedger, MakeReq, cache_prefix
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
 
@@ -27,34 +27,26 @@ def make_adder(
 
 class TestPages:
     def test_prompt_and_expected_output_must_fit(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
-        """12 prompt tokens and 8 of the 9 wanted are 5 pages; the last token's KV is never computed."""
-        assert make_adder(make_kv_ledger(5)).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        assert make_adder(make_kv_ledger(4)).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
+        """12 prompt tokens and 8 of the 9 wanted are 5 pages; the last token's KV is never computed.
 
-    def test_the_ratio_scales_what_is_expected(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
-        assert (
-            make_adder(make_kv_ledger(4), ratio=0.5).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        )
-        assert (
-            make_adder(make_kv_ledger(3), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is CONTINUE
-        )
-        assert (
-            make_adder(make_kv_ledger(2), ratio=0.0).add_one_req(make_req(12, max_new_tokens=9)) is NO_TOKEN
-        )
+        The ratio scales what is expected, of which a bounded share is reserved.
+        """
+        most = 1 + MAX_RESERVED_OUTPUT // 4
+        for needed, num_ids, num_new, ratio in (
+            (5, 12, 9, 1.0),
+            (4, 12, 9, 0.5),
+            (3, 12, 9, 0.0),
+            (most, 4, 1_000_000, 1.0),
+        ):
+            for num_pages, expected in ((needed, CONTINUE), (needed - 1, NO_TOKEN)):
+                adder = make_adder(make_kv_ledger(num_pages), ratio=ratio)
+                assert adder.add_one_req(make_req(num_ids, max_new_tokens=num_new)) is expected
 
     def test_running_requests_keep_their_reserve(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         running = make_req(4, max_new_tokens=9)
         for free, expected in ((5, CONTINUE), (4, NO_TOKEN)):
             adder = make_adder(make_kv_ledger(free), running=(running,))
             assert adder.add_one_req(make_req(12, max_new_tokens=1)) is expected
-
-    def test_a_long_output_reserves_a_bounded_share(
-        self, make_kv_ledger: MakeLedger, make_req: MakeReq
-    ) -> None:
-        pages = 1 + MAX_RESERVED_OUTPUT // 4
-        for free, expected in ((pages, CONTINUE), (pages - 1, NO_TOKEN)):
-            adder = make_adder(make_kv_ledger(free))
-            assert adder.add_one_req(make_req(4, max_new_tokens=1_000_000)) is expected
 
     def test_pages_kept_for_a_request_are_there_for_no_other(
         self, make_kv_ledger: MakeLedger, make_req: MakeReq
@@ -79,7 +71,7 @@ class TestPages:
 
     def test_evictable_pages_are_room(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         ledger = make_kv_ledger(4)
-        leave_prefix(ledger, make_req(16))
+        cache_prefix(ledger, make_req(16).ids)
         assert ledger.count().evictable == 4
         assert make_adder(ledger).add_one_req(make_req(16, max_new_tokens=1)) is CONTINUE
 
@@ -88,9 +80,9 @@ class TestPages:
     ) -> None:
         ledger = make_kv_ledger(4)
         first = make_req(8)
-        leave_prefix(ledger, first)
+        cache_prefix(ledger, first.ids)
         other = make_req(8)
-        leave_prefix(ledger, other)
+        cache_prefix(ledger, other.ids)
         again = make_req(8, max_new_tokens=1)
         again.ids = [*first.ids, *range(8)]
         again.num_input_ids = 16
@@ -103,7 +95,7 @@ class TestPages:
         """8 of 16 window pages are of the prefix, of which the next token sees one."""
         for num_own, expected in ((15, CONTINUE), (16, NO_TOKEN)):
             ledger, first = make_kv_ledger(24, window=5), make_req(32)
-            leave_prefix(ledger, first)
+            cache_prefix(ledger, first.ids)
             again = make_req(32 + 4 * num_own, max_new_tokens=1)
             again.ids[:32] = first.ids
             assert make_adder(ledger).add_one_req(again) is expected
@@ -121,15 +113,11 @@ class TestChunkTokens:
     def test_a_prompt_that_fits_exactly_is_no_chunk(
         self, make_kv_ledger: MakeLedger, make_req: MakeReq
     ) -> None:
-        adder = make_adder(make_kv_ledger(), chunk=10)
-        assert adder.add_one_req(make_req(10, max_new_tokens=1)) is CONTINUE
-        assert adder.chunked_req is None
-
-    def test_a_longer_one_is_cut(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
-        adder, req = make_adder(make_kv_ledger(), chunk=10), make_req(11, max_new_tokens=1)
-        assert adder.add_one_req(req) is OTHER
-        assert adder.chunked_req is req
-        assert req.extend_len == 10
+        for num_ids, expected in ((10, CONTINUE), (11, OTHER)):
+            adder, req = make_adder(make_kv_ledger(), chunk=10), make_req(num_ids, max_new_tokens=1)
+            assert adder.add_one_req(req) is expected
+            assert adder.chunked_req is (req if expected is OTHER else None)
+            assert req.extend_len == 10
 
     def test_the_second_request_takes_what_is_left(
         self, make_kv_ledger: MakeLedger, make_req: MakeReq
@@ -184,7 +172,7 @@ class TestPrefillTokens:
 
     def test_a_cached_prefix_costs_nothing(self, make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
         ledger, req = make_kv_ledger(), make_req(9, max_new_tokens=1)
-        leave_prefix(ledger, req)
+        cache_prefix(ledger, req.ids)
         adder = make_adder(ledger, prefill=1)
         assert adder.add_one_req(req) is CONTINUE
         assert (req.extend_len, req.cached_tokens) == (1, 8)
@@ -200,21 +188,12 @@ class TestSlots:
 def test_cached_tokens_do_not_fall_nor_count_outputs(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
     """A retracted request finds its own outputs in the tree: that is no cached prompt."""
     ledger, req = make_kv_ledger(), make_req(6, max_new_tokens=9, output_ids=(1, 2, 3))
-    leave_prefix(ledger, req)
+    cache_prefix(ledger, req.ids)
     req.cached_tokens = 4
     make_adder(ledger).add_one_req(req)
     assert req.kv is not None
     assert req.kv.kv_committed_len == 8
     assert req.cached_tokens == 6
-
-
-def leave_prefix(ledger: KVLedger, req: Req) -> None:
-    """As if a request with these tokens had been computed and had ended."""
-    kv = ledger.admit(ledger.match_prefix(req.ids, ""), "")
-    assert kv is not None
-    assert ledger.grow(kv, len(req.ids))
-    kv.kv_committed_len = len(req.ids)
-    ledger.cache_finished_req(kv, req.ids)
 
 
 def test_the_last_token_of_one_that_ignores_eos_needs_no_page(

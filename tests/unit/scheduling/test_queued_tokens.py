@@ -9,8 +9,7 @@ from shared.protocol.sampling_params import SamplingParams
 from tests.cluster import Cluster
 from tests.sim.test_races import config
 from tests.token_engine import token_engine
-from tests.unit.scheduling.conftest import MakeLedger, MakeReq
-from tests.unit.scheduling.test_prealloc_queue import cache_prefix
+from tests.unit.scheduling.conftest import MakeLedger, MakeReq, cache_prefix
 
 
 def test_they_leave_as_their_kv_grows(make_kv_ledger: MakeLedger, make_req: MakeReq) -> None:
