@@ -149,6 +149,42 @@ def cached_len(cached: str, b: int, length: int) -> int:
     return [2 * length // 3, length - 1, 0, length][b % 4] if cached == "mixed" else 0
 
 
+SHAPE = Shape((700, 40, 1, 513, 128, 1500), 6, 2, 64, 16)
+
+
+def test_decode_does_not_depend_on_the_batch_or_the_team(library: ctypes.CDLL, team: Team) -> None:
+    generator = torch.Generator().manual_seed(3)
+    kv = paged(SHAPE, generator)
+    q_BHD = queries(SHAPE, len(SHAPE.seq_lens), generator)
+    together = decode_attention(team, q_BHD, kv.k_pages, kv.v_pages, kv.page_table_BP, SHAPE.seq_lens)
+    for num_threads in (1, 3):
+        other = Team(library, [0] * num_threads)
+        for b, seq_len in enumerate(SHAPE.seq_lens):
+            row = slice(b, b + 1)
+            alone = decode_attention(
+                other, q_BHD[row], kv.k_pages, kv.v_pages, kv.page_table_BP[row], [seq_len]
+            )
+            assert torch.equal(alone, together[row]), (num_threads, seq_len)
+        other.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 37, 64, 200])
+def test_extend_does_not_depend_on_chunks_batch_or_team(library: ctypes.CDLL, team: Team, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    shape = Shape((300, 70, 129), 6, 2, 64, 16)
+    kv = paged(shape, generator)
+    whole = [queries(shape, seq_len, generator) for seq_len in shape.seq_lens]
+    zeros = [0] * len(whole)
+    together = extend_attention(
+        team, torch.cat(whole), kv.k_pages, kv.v_pages, kv.page_table_BP, zeros, shape.seq_lens
+    )
+    other = Team(library, [0] * 3)
+    for b, expected_THD in enumerate(together.split(shape.seq_lens)):
+        alone = in_chunks(other if b % 2 else team, whole[b], kv, b, chunk)
+        assert torch.equal(alone, expected_THD)
+    other.close()
+
+
 def in_chunks(
     team: Team,
     q_THD: torch.Tensor,
@@ -184,7 +220,6 @@ def hide(kv: PagedKV, b: int, position: int, window: int | None) -> None:
 @pytest.mark.parametrize(
     ("heads", "window", "has_sinks"),
     [
-        ((6, 2, 64, 16), None, False),
         ((3, 1, 80, 5), None, True),
         ((3, 1, 80, 5), 1, True),
         ((2, 2, 64, 16), 16, False),

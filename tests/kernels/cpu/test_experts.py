@@ -246,3 +246,13 @@ def test_gate_and_up_are_clamped_and_nan_stays(team: Team) -> None:
     actual = Packed(team, experts).add(team, x_MD, scores_ME, torch.zeros(num_experts, 16))
     expected = clamped_silu_mul(gate_up_E2, CLAMP.limit, CLAMP.alpha)
     torch.testing.assert_close(actual, expected.expand(-1, 16), rtol=2**-8, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_weights_are_a_softmax_over_all_experts(normalized: bool) -> None:
+    scores_TE = torch.randn(5, 12)
+    chosen_TK, weights_TK = route(scores_TE, 4, is_normalized=normalized)
+    best = scores_TE.softmax(-1).topk(4)
+    assert torch.equal(chosen_TK, best.indices)
+    total = best.values.sum(-1, keepdim=True) if normalized else 1.0
+    torch.testing.assert_close(weights_TK, best.values / total)

@@ -91,6 +91,22 @@ def test_greedy_takes_the_first_of_the_likeliest(team: Team, vocab_size: int, ki
     assert native(team, logits, None) == logits.argmax(dim=-1).tolist()
 
 
+def test_a_draw_follows_the_distribution(team: Team) -> None:
+    """Evenly spaced uniforms give each kept token its share to within one of them."""
+    count, logits = 4000, logits_of("normal", 1, 100)
+    inputs = inputs_of(["all"] * count, 100)
+    inputs.uniforms_S.numpy()[:] = (np.arange(count) + 0.5) / count
+    found = np.bincount(native(team, logits.expand(count, 100), inputs), minlength=100)
+    scaled = np.exp(logits[0].double().numpy() / 0.8)
+    kept = scaled >= np.sort(scaled)[-40]
+    order = np.argsort(-scaled)
+    before = np.cumsum(scaled[order]) - scaled[order]
+    kept[order] &= before < 0.95 * scaled[kept].sum()
+    kept &= scaled >= 0.05 * scaled.max()
+    expected = np.where(kept, scaled, 0) / scaled[kept].sum() * count
+    assert np.abs(found - expected).max() <= 1.01
+
+
 def test_a_uniform_at_an_edge_is_of_the_token_behind_it(team: Team) -> None:
     """The cumulative probability has to exceed it: all samplers agree, to the bit."""
     inputs = inputs_of(["plain"] * 4, 4)

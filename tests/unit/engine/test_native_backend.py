@@ -140,6 +140,24 @@ def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).square().mean().sqrt() / exact.std())
 
 
+@pytest.mark.parametrize(
+    "name", ["llama_biases", "qwen3", "qwen3_window", "phi3", "glm4", "gemma3", *MIXTURES]
+)
+def test_a_rows_logits_depend_on_nothing_else(folder_of: Callable[[str], Path], name: str) -> None:
+    """Alone or in a batch, in one chunk or several: the same bits."""
+    ids = prompts(7)
+    with rig(folder_of(name), "native") as path:
+        together = logits_of_every_kind(path)
+    with rig(folder_of(name), "native") as path:
+        path.future_map.last_token_R[:NUM_ROWS] = torch.arange(NUM_ROWS) + 40
+        for row in range(7):
+            for start in range(0, len(ids[row]), 6):
+                logits = path.extend({row: (start, ids[row][start : start + 6])})
+            assert torch.equal(logits[0], together[row])
+            decoded = path.forward({}, {row: len(ids[row])})
+            assert torch.equal(decoded[0], together[7 + row])
+
+
 def test_tokens_from_prefill_nodes_are_there_before_they_are_read(
     folder_of: Callable[[str], Path],
 ) -> None:

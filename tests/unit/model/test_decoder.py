@@ -45,6 +45,16 @@ def logits_in_chunks(decoder: Decoder, ids: list[int], chunks: list[int]) -> tor
     )
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefill_equals_transformers(model_folder: ModelFolder, architecture: str, tied: bool) -> None:
+    folder = model_folder(architecture, tie_word_embeddings=tied)
+    ids = random_prompt(45, seed=1)
+    logits = logits_in_chunks(load(folder), ids, [45])
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_chunked_prefill_and_decode_equal_transformers(model_folder: ModelFolder, architecture: str) -> None:
     folder = model_folder(architecture)
@@ -102,6 +112,20 @@ def test_rope_scaling_equals_transformers_far_from_the_start(
     ids = random_prompt(400, seed=3)
     logits = logits_in_chunks(load(folder), ids, [100] * 4)
     torch.testing.assert_close(logits, reference_logits(folder, ids), atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "biases"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})],
+    ids=["llama", "qwen3"],
+)
+def test_optional_biases_equal_transformers(
+    model_folder: ModelFolder, architecture: str, biases: dict[str, bool]
+) -> None:
+    folder = model_folder(architecture, **biases)
+    ids = random_prompt(20, seed=4)
+    logits = logits_in_chunks(load(folder), ids, [20])
+    torch.testing.assert_close(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
