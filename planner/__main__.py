@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
-
-from planner import HOW_TO_INSTALL, NEEDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,9 +11,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     if command != "plan":
         print(f"planner: error: {command!r} is not its command, which is plan", file=sys.stderr)
-        return 2
-    if missing := ", ".join(name for name in NEEDS if find_spec(name) is None):
-        print(f"router plan: error: {missing} missing: {HOW_TO_INSTALL}", file=sys.stderr)
         return 2
     if "--measure" in flags:
         from planner.measure.command import main as measure

@@ -13,6 +13,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from planner import require_packages
 from planner.traffic.reading import TraceFormat
 from shared.cpu_cores import own_cores
 from shared.errors import ConfigError
@@ -99,7 +100,8 @@ def node_range(text: str) -> range:
 
 
 def _check(args: Namespace) -> None:
-    """What depends on several flags, and on files."""
+    """What depends on several flags, on files and on packages."""
+    require_packages()
     if args.html is not None and str(args.html) == args.json:
         raise ConfigError(f"{args.html}: --json and --html need a file each")
     for path in (args.html, None if args.json in (None, "-") else Path(args.json)):

@@ -6,14 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from planner import require_packages
 from planner.profile import Profile
 from shared import cli
 from shared.errors import ConfigError
 from shared.flags import FlagParser
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PROG = "router plan --measure"
 
@@ -42,14 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     config = cli.node_config(parser, argv)
-    console = Console(stderr=True)
     try:
+        require_packages()
         if not args.out.resolve().parent.is_dir():
             raise ConfigError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
-        from planner.measure.phases import (
-            measure,  # imports torch, for which --help and a wrong flag do not wait
-        )
+        # What takes long to import: --help and a wrong flag do not wait for it.
+        from rich.console import Console
 
+        from planner.measure.phases import measure
+
+        console = Console(stderr=True)
         with console.status("") as status:
             profile = measure(config, on_progress=status.update)
         profile.save(args.out)
@@ -66,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(profile: Profile, console: Console) -> None:
     """The costs in words, the worst residuals, and the remarks."""
+    from rich.table import Table
+
     forward, node, transfer = profile.forward, profile.node, profile.transfer
     chunk = node.chunked_prefill_size
     table = Table(title=f"{profile.measured.model} on {profile.measured.machine}", show_header=False)

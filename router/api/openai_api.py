@@ -99,8 +99,9 @@ class OpenAIShape:
         async with group:
             generations, best_n = await group.finished(), self._asked.best_n
             chosen = generations if best_n is None else best(generations, best_n)
-            num_chars = CHARS_A_LOGPROB * sum(one.prompt.num_input_logprobs for one in chosen)
-            return await self._tokenizer.workers.run(num_chars, lambda: self.whole(chosen, generations))
+            num_logprobs = sum(one.prompt.num_input_logprobs + one.num_logprobs for one in chosen)
+            make = functools.partial(self.whole, chosen, generations)
+            return await self._tokenizer.workers.run(CHARS_A_LOGPROB * num_logprobs, make)
 
     async def events(self, group: GenerationGroup) -> AsyncGenerator[object, None]:
         """An event for all tokens of a sequence that have come."""

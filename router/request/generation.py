@@ -34,7 +34,7 @@ from router.request.output_text import (
     StopReason,
     stop_conditions,
 )
-from router.request.prompt import Intake, Prompt
+from router.request.prompt import MAX_ANSWER_LOGPROBS, Intake, Prompt
 from router.text.served_model import ModelSlot, ServedModel
 from router.text.stops import StopConditions
 from router.text.tokenizer import Tokenizer
@@ -108,6 +108,12 @@ class Generation:
             self._finish(LengthReason(length=len(self.output_ids)))
         return added
 
+    @property
+    def num_logprobs(self) -> int:
+        """The numbers in `output_logprobs`."""
+        wanted = self.prompt.work.params.logprobs
+        return 0 if wanted is None else len(self.output_logprobs) * wanted.numbers_per_token
+
     @cached_property
     def _unpacked_input_logprobs(self) -> list[TokenLogprobs]:
         assert self.req.input_logprobs is not None
@@ -153,6 +159,8 @@ class GenerationGroup:
         self.generations: list[Generation] = []
         """All sequences, once the context is entered."""
         self._unfinished: set[Generation] = set()
+        self._num_logprobs = 0
+        """Numbers about output tokens so far."""
         self._deadline: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> GenerationGroup:
@@ -259,10 +267,14 @@ class GenerationGroup:
             self._deadline = asyncio.get_running_loop().call_later(min(left), self._fail_overdue)
 
     def _advance(self, generation: Generation) -> str:
+        num_before = generation.num_logprobs
         try:
             text = generation.advance()
         except RequestError as e:
             raise self._named(e, generation) from e
+        self._num_logprobs += generation.num_logprobs - num_before
+        if self._num_logprobs > MAX_ANSWER_LOGPROBS:
+            raise RequestError(f"the logprobs of the output have more than {MAX_ANSWER_LOGPROBS} numbers")
         if generation.finish_reason is not None:
             self._dispatcher.stop(generation.req, len(generation.output_ids))
         return text

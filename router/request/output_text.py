@@ -19,7 +19,7 @@ from router.dispatch.running_req import Aborted
 from router.http.answer import Answer
 from router.request.prompt import AnswerOptions, Prompt
 from router.text.detokenizer import Detokenizer
-from router.text.stops import MAX_PATTERN_SIZE, StopConditions, StopCursor, expanded_size
+from router.text.stops import MAX_PATTERN_SIZE, SearchBudget, StopConditions, StopCursor, expanded_size
 from router.text.tokenizer import TextWorkers, Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Finish
@@ -86,10 +86,11 @@ async def stop_conditions(
 
     def conditions() -> list[StopConditions | None]:
         made: dict[tuple[tuple[str, ...], tuple[str, ...]], StopConditions | None] = {((), ()): None}
+        budget = SearchBudget()
         for options in prompts:
             key = options.stop, options.stop_regex
             if key not in made:
-                made[key] = StopConditions(*key, options.stop_regex_field)
+                made[key] = StopConditions(*key, options.stop_regex_field, budget)
         return [made[options.stop, options.stop_regex] for options in prompts]
 
     num_stop_chars = sum(len(stop) for stops in {o.stop for o in prompts} for stop in stops)

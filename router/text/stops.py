@@ -9,7 +9,7 @@ these bounds:
     At most MAX_HELD_CHARS are held back. The part of a longer match that was shown stays shown.
     A match of no characters (`\\b`) counts behind the first character, since an empty text helps no client.
     A lookbehind sees CONTEXT_CHARS before the first place where a match may begin.
-    Searching may take BASE_BUDGET_S, and BUDGET_S for each token. A request that needs more fails.
+    Searching may take BASE_BUDGET_S for a request, and BUDGET_S for each token. A request that needs more fails.
     Compiling writes counted repeats out, so `expanded_size` is bounded before a pattern is compiled.
 """
 
@@ -53,13 +53,28 @@ _REPEATS = re.compile(r"(?P<of_group>[)}])?(?:\+|\{(?P<least>\d*))")
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
+class SearchBudget:
+    """CPU seconds that are left for the searches of all sequences of a request."""
+
+    def __init__(self) -> None:
+        self.left_s = BASE_BUDGET_S
+
+
 class StopConditions:
     """The stops of one prompt, compiled: one at least."""
 
     def __init__(
-        self, strings: Sequence[str], patterns: Sequence[str] = (), field: str = "stop_regex"
+        self,
+        strings: Sequence[str],
+        patterns: Sequence[str] = (),
+        field: str = "stop_regex",
+        budget: SearchBudget | None = None,
     ) -> None:
-        """`field` names the patterns in errors. Raises RequestError. The caller has bounded their `expanded_size`."""
+        """`field` names the patterns in errors; without a `budget` they have one of their own.
+
+        Raises RequestError. The caller has bounded the patterns' `expanded_size`.
+        """
+        self.budget = budget or SearchBudget()
         assert all(strings), "an empty stop string would match everywhere"
         self.field = field if patterns else "stop"
         names = [field] if len(patterns) == 1 else [f"{field}[{at}]" for at in range(len(patterns))]
@@ -82,7 +97,7 @@ class StopCursor:
         self._text = ""  # the end of the text, from `_start` on
         self._start = 0
         self._from = [0] * len(self._patterns)  # for each pattern, where in `_text` a match may begin
-        self._left_s = BASE_BUDGET_S
+        self._budget = conditions.budget
         self._until = 0.0
         """When the CPU time of this call of `feed` is used up."""
 
@@ -97,13 +112,13 @@ class StopCursor:
         A match that is completed while not `armed` does not count, and later matches begin after its first character.
         """
         num_old, self._text = len(self._text), self._text + piece
-        self._until = self._cpu_clock() + self._left_s + BUDGET_S
+        self._until = self._cpu_clock() + self._budget.left_s + BUDGET_S
         try:
             found = [stop for at in range(len(self._patterns)) if (stop := self._find(at, num_old, armed))]
         except TimeoutError:
             found, self._until = [], -1.0
-        self._left_s = self._until - self._cpu_clock()
-        if self._left_s < 0:
+        self._budget.left_s = self._until - self._cpu_clock()
+        if self._budget.left_s < 0:
             raise RequestError(
                 f"{self._field} takes too long on this output: more than {BASE_BUDGET_S:g} s and "
                 f"{1e3 * BUDGET_S:g} ms for each token",

@@ -132,7 +132,9 @@ def test_ctrl_c_ends_a_measurement_with_a_sentence(
     assert not (tmp_path / "profile.json").exists()
 
 
-@pytest.mark.parametrize("flags", [[], ["--measure"]])
+@pytest.mark.parametrize(
+    "flags", [["--profile", "none", "--slo-ttft-ms", "1", "--slo-itl-ms", "1"], ["--measure"]]
+)
 def test_packages_that_are_missing_are_named(flags: list[str], tmp_path: Path) -> None:
     without = "import sys; sys.modules.update(rich=None, scipy=None)"
     code = f"{without}; from planner.__main__ import main; sys.exit(main({['plan', *flags]}))"
@@ -140,5 +142,5 @@ def test_packages_that_are_missing_are_named(flags: list[str], tmp_path: Path) -
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S
     )
     assert done.returncode == 2 and not list(tmp_path.iterdir())
-    said = r"router plan: error: rich, scipy missing: pip install 'baton-serve\[plan\]', .*\n"
+    said = r"router plan( --measure)?: (error: )?rich, scipy missing: pip install 'baton-serve\[plan\]', .*\n"
     assert re.fullmatch(said, done.stderr), done.stderr
