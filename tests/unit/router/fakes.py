@@ -239,13 +239,14 @@ async def until_queued(client: httpx.AsyncClient, count: int) -> None:
     await until_figure(client, "baton:num_queued_reqs", count)
 
 
-async def until_sampled(client: httpx.AsyncClient) -> None:
-    """Until `/live` has a sample."""
+async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response:
+    """Until /health tells this status; its answer."""
 
-    async def sampled() -> bool:
-        return bool((await client.get("/live/state")).json()["samples"])
+    async def reached() -> httpx.Response | None:
+        health = await client.get("/health")
+        return health if health.json()["status"] == status else None
 
-    await eventually(sampled)
+    return await eventually(reached)
 
 
 def events(body: str) -> list[object]:

@@ -135,8 +135,10 @@ async def test_a_forced_call(folder: Path, choice: Any, finish_reason: str) -> N
         assert functions[0] == {"name": "weather", "parameters": CITY, "strict": True}
         assert len(functions) == (1 if choice == WEATHER else 2)
         assert not json.loads(grammar.text)["parallel"], "it might go on with calls for ever"
-        streamed = await ask_for_stream(client, tool_choice=choice)
+        streamed = await ask_for_stream(client, tool_choice=choice, logprobs=True)
         assert streamed[0].delta.role == "assistant"
+        assert all(one.delta.tool_calls for one in streamed[1:-1]), "it begins with its name"
+        assert not any(one.logprobs.content for one in streamed if one.logprobs), "a call is no content"
         assert not any(one.delta.content for one in streamed)
         deltas = call_deltas(streamed)
         assert {delta.index for delta in deltas} == {0}
@@ -144,24 +146,6 @@ async def test_a_forced_call(folder: Path, choice: Any, finish_reason: str) -> N
         assert all(delta.id is None for delta in deltas[1:])
         assert "".join(delta.function.arguments or "" for delta in deltas) == ARGUMENTS
         assert streamed[-1].finish_reason == finish_reason
-
-
-async def test_a_streamed_call_begins_with_its_name(folder: Path) -> None:
-    async with with_client(folder, TAGGED) as (client, _):
-        opening, *more = await ask_for_stream(client, tool_choice="required", logprobs=True)
-        assert opening.delta.role == "assistant"
-        assert all(choice.delta.tool_calls for choice in more[:-1])
-        assert call_deltas(more[:1])[0].function.name == "weather"
-        assert not any(choice.logprobs.content for choice in more if choice.logprobs), "a call is no content"
-
-
-async def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
-    async with with_client(folder, TAGGED) as (client, _):
-        strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-        asked: dict[str, Any] = {"messages": QUESTION, "tools": strict, "tool_choice": "required"}
-        async with client.chat.completions.stream(model="tiny", **asked) as stream:
-            answer = await stream.get_final_completion()
-        assert calls_in(answer.choices[0].message) == [("weather", ARGUMENTS)]
 
 
 async def test_a_call_that_is_cut_off(folder: Path) -> None:

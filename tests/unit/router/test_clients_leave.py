@@ -28,7 +28,7 @@ from router.http.connection import MAX_HEADER_BYTES, Connection
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair, joined_router
 from tests.unit.router.raw_client import RawClient, post
 
 NUM_CLIENTS = 5
@@ -166,10 +166,7 @@ async def test_nothing_stays_of_a_client_that_leaves(model_folder: Path, resets:
         await have_left.wait()
         node.tokens(message.key, 1, node.story[1:4], Finish("length"))
 
-    async with (
-        pair() as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], connections=PATIENT, wait=False) as (router, plain),
-    ):
+    async with joined_pair(model_folder, connections=PATIENT, wait=False) as (nodes, router, plain):
         await plain.aclose()
         await eventually(lambda: len(router.membership.all_live()) == 2)
 
@@ -179,7 +176,7 @@ async def test_nothing_stays_of_a_client_that_leaves(model_folder: Path, resets:
             have_left.set()
 
         for stage in STAGES:
-            decode.script = one_then_the_rest if stage == BEHIND else one_then_nothing
+            nodes[1].script = one_then_the_rest if stage == BEHIND else one_then_nothing
             await visited(1, stage)  # what is made once, such as the OpenAPI document
             await eventually(lambda: len(router._server.connections) == 0)
             gc.collect()

@@ -22,6 +22,7 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     Stamp,
+    TokenEntry,
 )
 from shared.timeline import FAILED_OVER
 from tests.unit.router.dispatched import IDS, FakeNode, Fleet, decode_of
@@ -226,6 +227,15 @@ class TestTheNextAttempt:
         fleet.tell(req, 8, logprobs=later, input_logprobs=later)
         assert req.input_logprobs is told
         assert [known.logprob for known in req.take_logprobs(0, 2)] == [0.0, -1.0]
+
+
+def test_tokens_of_many_sequences_may_come_in_one_message() -> None:
+    fleet = Fleet(1)
+    reqs = [fleet.start() for _ in range(5)]
+    entries = [TokenEntry(req.key, 0, (7 + at,), LENGTH) for at, req in enumerate(reqs)]
+    fleet.dispatcher.on_tokens(fleet.decodes[0], entries)
+    assert [req.output_ids for req in reqs] == [[7], [8], [9], [10], [11]]
+    assert fleet.dispatcher.num_running == 0
 
 
 class TestFailures:

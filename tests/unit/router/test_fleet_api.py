@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import zmq
 import zmq.asyncio
@@ -35,7 +34,7 @@ from shared.protocol.messages import (
 from shared.protocol.security import FleetKey
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fake_node import FakeNode
-from tests.unit.router.fakes import join_socket_of, joined_pair, new_client, serving_router
+from tests.unit.router.fakes import join_socket_of, joined_pair, new_client, serving_router, until_health
 
 
 async def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
@@ -152,14 +151,6 @@ def waiting(model_folder: Path | None, fleet_key: str = "") -> RouterConfig:
     )
 
 
-async def until_status(client: httpx.AsyncClient, status: str) -> dict[str, Any]:
-    async def reached() -> dict[str, Any] | None:
-        health = (await client.get("/health")).json()
-        return health if health["status"] == status else None
-
-    return await eventually(reached)
-
-
 async def test_a_node_joins_by_itself(model_folder: Path) -> None:
     async with (
         serving_router(waiting(None)) as router,
@@ -192,9 +183,9 @@ async def test_a_node_joins_by_itself(model_folder: Path) -> None:
             assert (await client.post("/generate", json=body)).status_code == 200
             await decode.stop()
             decode.start(incarnation="b")  # another port, as after a restart
-            await until_status(client, "unavailable")
+            await until_health(client, "unavailable")
             await say(caller, Join(decode.ref, Role.DECODE))
-            assert len((await until_status(client, "ok"))["decode"]) == 1
+            assert len((await until_health(client, "ok")).json()["decode"]) == 1
 
 
 async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:

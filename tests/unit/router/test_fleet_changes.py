@@ -12,7 +12,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from router.http.config import HttpOptions
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
     Announcement,
@@ -299,29 +298,3 @@ async def test_what_cannot_be_added_or_removed(model_folder: Path) -> None:
             wrong = await client.delete(f"/fleet/nodes/decode-0?drain_timeout_s={seconds}")
             assert wrong.status_code == 400 and "drain_timeout_s" in wrong.json()["error"]["message"]
         assert await states(client) == {"prefill-0": "alive", "decode-0": "alive"}
-
-
-@pytest.mark.parametrize(
-    ("http", "key", "status"),
-    [
-        ({}, None, 200),
-        ({"host": "0.0.0.0"}, None, 403),
-        ({"api_keys": ("client",)}, "client", 403),
-        ({"api_keys": ("client",)}, None, 401),
-        ({"admin_api_keys": ("admin",)}, None, 401),
-        ({"admin_api_keys": ("admin",), "api_keys": ("client",)}, "client", 401),
-        ({"admin_api_keys": ("admin",), "api_keys": ("client",), "host": "0.0.0.0"}, "admin", 200),
-    ],
-)
-async def test_only_administrators_may_change_the_fleet(
-    model_folder: Path, http: dict[str, Any], key: str | None, status: int
-) -> None:
-    options = HttpOptions(port=0, served_model_name="tiny", **http)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with joined_router(model_folder, [], http=options, wait=False) as (_, client):
-        answer = await client.get("/fleet", headers=headers)
-        removal = await client.delete("/fleet/nodes/nobody", headers=headers)
-    assert answer.status_code == status
-    assert removal.status_code == (404 if status == 200 else status)
-    if status == 403:
-        assert "--admin-api-key" in answer.json()["error"]["message"]

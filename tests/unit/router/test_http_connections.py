@@ -26,7 +26,7 @@ from router.http.connection import (
 from shared.protocol.messages import Cancel, Decode, Finish
 from tests.patience import eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
-from tests.unit.router.fakes import joined_router, pair
+from tests.unit.router.fakes import joined_pair
 from tests.unit.router.raw_client import RawClient, post, raw_client
 
 PATIENT = ConnectionOptions(
@@ -50,14 +50,15 @@ async def playing(
     """A router's port and its decode node. No sequence, task or open file may be left in the router afterwards."""
     limits = HttpLimits(max_body_bytes=MAX_BODY_BYTES)
     http = HttpOptions(port=0, served_model_name="tiny", limits=limits, log_requests=log_requests)
-    async with (
-        pair(**scripts) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], http=http, connections=options) as (router, client),
+    async with joined_pair(model_folder, **scripts, http=http, connections=options) as (
+        nodes,
+        router,
+        client,
     ):
         await client.aclose()
         await asyncio.sleep(0.05)
         before = held()
-        yield router.http_port, decode
+        yield router.http_port, nodes[1]
         await eventually(lambda: not any(now > then for now, then in zip(held(), before, strict=True)))
         assert router._dispatcher.num_running == 0
 
@@ -412,12 +413,3 @@ async def test_a_request_that_offers_an_upgrade_keeps_its_body(model_folder: Pat
             right = Pieces(head(BODY) + BODY, size)
             in_two_segments: list[Step] = [head(body), Then.WAITS, body, HEALTH, 400, 200]
             await converse(port, right, 200, Pieces(head(body) + body, size), 400, *in_two_segments)
-
-
-async def test_gone_with_a_request_still_waiting_behind_a_stream(model_folder: Path) -> None:
-    async with playing(model_folder, decode=one_then_nothing) as (port, decode):
-        async with streaming(port) as client:
-            client.send(HEALTH)
-            await asyncio.sleep(0.05)
-        for work in decode.all(Decode):
-            decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))

@@ -23,7 +23,9 @@ from router.nodes.shared_news import SharedNews
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
+    CacheEvents,
     Cancel,
+    Failed,
     Leaving,
     Load,
     Loading,
@@ -32,6 +34,8 @@ from shared.protocol.messages import (
     ReqKey,
     Role,
     RouterToNode,
+    TokenEntry,
+    Tokens,
 )
 from shared.protocol.resolver import Resolver
 from shared.protocol.router_port import RouterPort
@@ -179,9 +183,12 @@ async def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
 
 @pytest.mark.parametrize("incarnation", ["a", "another"])
 async def test_a_slow_node_answers_an_earlier_hello_too(incarnation: str) -> None:
+    """What a node said to the connection before may come over this one too: it knows a router by its name."""
+    key = ReqKey("router", "1")
+    left = [CacheEvents(7, (1, 2), (3,)), Tokens((TokenEntry(key, 0, (1,)),)), Failed(key, 503, "gone")]
     async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
         ref = msgspec.structs.replace(node.ref, incarnation=f"{node.ref.node_id}-{incarnation}")
-        node.before_hello = [NodeHello(ref, node.role, node.layout, node.limits, {}, PROTOCOL_VERSION)]
+        node.before_hello = [*left, NodeHello(ref, node.role, node.layout, node.limits, {}, PROTOCOL_VERSION)]
         assert membership.dial(node.ref.address, Role.DECODE, pinned=True) is not None
         if incarnation == "a":
             await eventually(lambda: membership.live(Role.DECODE))

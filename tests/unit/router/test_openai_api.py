@@ -11,7 +11,6 @@ import pytest
 
 from router.http.config import HttpOptions
 from shared.protocol.messages import Decode, Prefill
-from shared.protocol.sampling_params import TokenBias
 from tests.unit.router.fake_node import STORY, byte_level_tokenizer, one_then_nothing
 from tests.unit.router.fakes import events, joined_pair, openai_client, write_model
 
@@ -95,26 +94,6 @@ async def test_completion_prompts(model_folder: Path, stream: bool) -> None:
                 for choice in part["choices"]:
                     texts[choice["index"]] += choice["text"]
             assert texts == dict.fromkeys(range(2 * num_prompts), story(5))
-
-
-async def test_extensions_reach_the_nodes(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (nodes, _, http):
-        async with openai_client(http.base_url) as client:
-            extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 7, "min_p": 0.1, "rid": "mine"}
-            extra |= {"frequency_penalty": 0.5, "presence_penalty": -2, "repetition_penalty": 1.25}
-            extra |= {"logit_bias": {"17": -100, "3": 2.5}}
-            answer = await client.completions.create(
-                model="tiny", prompt="hi", max_tokens=4, top_p=0.5, temperature=0.7, extra_body=extra
-            )
-        params = nodes[1].all(Decode)[0].work.params
-        assert (params.ignore_eos, params.min_new_tokens, params.top_k, params.min_p) == (True, 2, 7, 0.1)
-        assert (params.top_p, params.temperature, params.max_new_tokens) == (0.5, 0.7, 4)
-        penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
-        assert penalties == (0.5, -2.0, 1.25)
-        assert params.logit_bias == (TokenBias(3, 2.5), TokenBias(17, -100.0))
-        assert answer.id == "mine"
-        await http.post("/v1/completions", json={"prompt": "hi"})
-        assert nodes[1].all(Decode)[1].work.params.max_new_tokens == 16  # OpenAI's default
 
 
 @pytest.mark.parametrize("rid", [None, "mine"])

@@ -112,17 +112,6 @@ async def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(
         assert (await running).status_code == 200
 
 
-async def test_a_node_that_dies_before_it_answers_has_not_left_for_the_role(model_folder: Path) -> None:
-    async with joined_trio(model_folder) as ((_, decode, _), _, client):
-        decode.hears_roles = False
-        changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
-        await decode.wait_for(SetRole)
-        await decode.stop()
-        refused = await changing
-        assert refused.status_code == 409
-        assert "it was lost before it answered" in refused.text
-
-
 @pytest.mark.parametrize("is_pinned", [True, False])
 async def test_a_node_that_has_left_for_its_role_is_not_removed(model_folder: Path, is_pinned: bool) -> None:
     async with joined_trio(model_folder) as ((_, decode, _), router, client):

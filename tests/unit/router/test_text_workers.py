@@ -132,7 +132,7 @@ async def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> Non
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "fox " * LONG}]}),
     ],
 )
-async def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
+async def test_a_request_whose_prompt_waits_can_be_called_off(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
     folder = write_model(tmp_path, context_length=1 << 20)
@@ -143,13 +143,18 @@ async def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
         blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
         for gate in gates:
             await gate.has_begun()
-        asked = asyncio.create_task(client.post(path, json=body))
+        asked = asyncio.create_task(client.post(path, json=body))  # its client leaves
         await until_queued(client, 1)
         asked.cancel()
         await until_queued(client, 0)
+        asked = asyncio.create_task(client.post(path, json={**body, "rid": "job"}))
+        await until_queued(client, 1)
+        aborted = await client.post("/abort_request", json={"rid": "job"})
+        assert aborted.json()["aborted"] == 1
         for gate in gates:
             gate.may_end.set()
         await asyncio.gather(*blocked)
+        assert '"abort"' in (await asked).text
         assert await workers.run(LONG, lambda: "next in line") == "next in line"
         assert nodes[0].all(Prefill) == []
 
