@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import openai
 import pytest
 
+from router.api.openai_bodies import ChatBody
 from router.http.config import HttpOptions
+from router.text.served_model import ServedModel
+from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
+from tests.unit.router.bodies import prompts_of
 from tests.unit.router.fake_node import STORY, byte_level_tokenizer, one_then_nothing
 from tests.unit.router.fakes import events, joined_pair, openai_client, write_model
 
@@ -123,21 +126,17 @@ async def test_models(model_folder: Path) -> None:
             await client.completions.create(model="gpt-9", prompt="hi")
 
 
-def test_chat_templates(tmp_path: Path) -> None:
-    async def status(folder: Path, template: Path | None, messages: object) -> tuple[int, str]:
-        http = HttpOptions(port=0, served_model_name="tiny", chat_template=template)
-        async with joined_pair(folder, http=http) as (nodes, _, client):
-            response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
-            sent = nodes[0].all(Prefill)
-            prompt = byte_level_tokenizer().decode(list(sent[0].work.input_ids)) if sent else ""
-            return response.status_code, prompt if sent else response.json()["error"]["message"]
+async def test_chat_templates(tmp_path: Path) -> None:
+    async def prompt(template: Path | None = None) -> str:
+        model = ServedModel.load("tiny", folder, HttpOptions(chat_template=template))
+        (prompt,) = await prompts_of(model, ChatBody, {"messages": MESSAGES})
+        return byte_level_tokenizer().decode(list(prompt.work.input_ids))
 
-    plain = write_model(tmp_path / "plain", chat_template=None)
-    code, message = asyncio.run(status(plain, None, MESSAGES))
-    assert code == 400 and "--chat-template" in message
-    override = tmp_path / "override.jinja"
+    folder, override = write_model(tmp_path / "plain", chat_template=None), tmp_path / "override.jinja"
+    with pytest.raises(RequestError, match="--chat-template"):
+        await prompt()
     override.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}")
-    assert asyncio.run(status(plain, override, MESSAGES)) == (200, "[be brief][tell me a story]")
-    (plain / "chat_template.jinja").write_text("{{ raise_exception('no system message please') }}")
-    code, message = asyncio.run(status(plain, None, MESSAGES))
-    assert code == 400 and "no system message please" in message
+    assert await prompt(override) == "[be brief][tell me a story]"
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system message please') }}")
+    with pytest.raises(RequestError, match="no system message please"):
+        await prompt()

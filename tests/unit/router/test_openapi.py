@@ -20,6 +20,10 @@ from tests.unit.router.scoring import scored_first_token, scored_story
 JUDGED = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5]}
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASKED: dict[str, Any] = {"messages": HI, "max_tokens": 9}
+FORCED = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}
+ANY_CALL = {**ASKED, "tools": TOOLS, "tool_choice": "required", "stream": True}
 CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("POST", "/generate", {"text": "hi"}, 200),
     ("PUT", "/generate", {"text": ["hi", "you"], "sampling_params": {"n": 2}}, 200),
@@ -28,52 +32,17 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("POST", "/generate", {"text": ["hello", "you"], **JUDGED}, 200),
     ("POST", "/generate", {"text": "hello", "stream": True, "return_text_in_logprobs": True, **JUDGED}, 200),
     ("POST", "/generate", {"text": 5}, 400),
-    ("POST", "/v1/completions", {"prompt": "hi", "n": 2, "best_of": 3}, 200),
-    (
-        "POST",
-        "/v1/completions",
-        {"prompt": ["a", "b"], "echo": True, "logprobs": 2, "return_timeline": True},
-        200,
-    ),
-    (
-        "POST",
-        "/v1/completions",
-        {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
-        200,
-    ),
-    ("POST", "/v1/completions", {"prompt": "hi", "model": "gpt-9"}, 404),
-    ("POST", "/v1/completions", {"prompt": "hi", "n": 0}, 400),
-    ("POST", "/v1/chat/completions", {"messages": HI}, 200),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {
-            "messages": HI,
-            "max_tokens": 9,
-            "tools": TOOLS,
-            "tool_choice": {"type": "function", "function": {"name": "f"}},
-        },
-        200,
-    ),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {"messages": HI, "max_tokens": 9, "tools": TOOLS, "tool_choice": "required", "stream": True},
-        200,
-    ),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {"messages": HI, "max_tokens": 5, "stream": True, "stream_options": {"continuous_usage_stats": True}},
-        200,
-    ),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {"messages": HI, "max_tokens": 5, "logprobs": True, "top_logprobs": 2},
-        200,
-    ),
-    ("POST", "/v1/chat/completions", {"messages": []}, 400),
+    ("POST", COMPLETIONS, {"prompt": "hi", "n": 2, "best_of": 3}, 200),
+    ("POST", COMPLETIONS, {"prompt": ["a", "b"], "echo": True, "logprobs": 2, "return_timeline": True}, 200),
+    ("POST", COMPLETIONS, {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}}, 200),
+    ("POST", COMPLETIONS, {"prompt": "hi", "model": "gpt-9"}, 404),
+    ("POST", COMPLETIONS, {"prompt": "hi", "n": 0}, 400),
+    ("POST", CHAT, {"messages": HI}, 200),
+    ("POST", CHAT, FORCED, 200),
+    ("POST", CHAT, ANY_CALL, 200),
+    ("POST", CHAT, {**ASKED, "stream": True, "stream_options": {"continuous_usage_stats": True}}, 200),
+    ("POST", CHAT, {**ASKED, "logprobs": True, "top_logprobs": 2}, 200),
+    ("POST", CHAT, {"messages": []}, 400),
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 9}, 200),
     ("POST", "/v1/responses", {"input": []}, 400),
     ("POST", "/v1/messages", {"messages": HI, "max_tokens": 9}, 200),

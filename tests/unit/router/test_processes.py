@@ -280,7 +280,7 @@ def test_router_processes_share_a_port_and_each_has_its_own(start: Start) -> Non
 
 
 def test_a_supervisor_that_starts_waits_for_nothing_when_told_to_stop(start: Start) -> None:
-    router = start("--router-workers", "2", "--stop-timeout-s", "100")
+    router = start("--router-workers", "2", "--stop-timeout-s", "100", *SHORT_DRAIN)
     router.until_logged("router_started router=0")
     router.process.terminate()
     assert router.end() == 0 and "router_killed" not in router.stderr

@@ -176,9 +176,8 @@ async def test_a_node_that_is_lost_answers_for_no_other() -> None:
 
 async def test_all_routers_let_the_node_go_before_it_leaves(model_folder: Path) -> None:
     async with (
-        pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as second,
-        two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        two_routers(model_folder, second) as ((prefill, decode), one, other),
     ):
         release = wait_before_story(decode)
         running = asyncio.create_task(other.post("/generate", json=BODY))
@@ -242,9 +241,8 @@ async def test_two_decode_nodes_do_not_leave_at_the_same_time(model_folder: Path
 async def test_a_change_and_a_removal(model_folder: Path) -> None:
     """Of a node that takes another role, the removal holds; a node that is being removed takes no role."""
     async with (
-        pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as second,
-        two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        two_routers(model_folder, second) as ((_, decode), one, other),
     ):
         release = wait_before_story(decode)
         running = asyncio.create_task(other.post("/generate", json=BODY))
