@@ -18,7 +18,7 @@ import zmq.asyncio
 from router.http.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.http_socket import listen_http
 from router.http.topology import LocalTopology
-from router.nodes.join_socket import JoinSocket
+from router.nodes.join_socket import JoinListener, JoinSocket
 from router.server import Router, load_model
 from shared.protocol.messages import (
     Decode,
@@ -137,12 +137,12 @@ async def serving_router(config: RouterConfig) -> AsyncIterator[Router]:
 
 
 @contextlib.asynccontextmanager
-async def join_socket_of(router: Router, fleet_key: FleetKey | None = None) -> AsyncIterator[int]:
-    """The port where nodes announce themselves to `router`, as a supervisor has it."""
+async def join_socket_of(listener: JoinListener, fleet_key: FleetKey | None = None) -> AsyncIterator[int]:
+    """The port where nodes announce themselves, as a supervisor has it."""
     context = zmq.asyncio.Context()
     authenticator = fleet_key.authenticator(context) if fleet_key is not None else None
     join_socket = JoinSocket(context, fleet_key)
-    listening = asyncio.create_task(join_socket.listen(router.membership.on_announcement))
+    listening = asyncio.create_task(join_socket.listen(listener))
     try:
         yield join_socket.bind("127.0.0.1", 0)
     finally:

@@ -49,10 +49,11 @@ class TestTheNextAttempt:
     def test_a_stream_goes_on_behind_its_last_token(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
-        first = decode_of(req)
-        fleet.tell(req, 7, 8)
+        first, key = decode_of(req), req.key
+        fleet.tell(req, 7, 8, by=fleet.prefills[0])
         assert req.take() == [7, 8]
         fleet.kill(first)
+        assert Cancel(key) in fleet.prefills[0].sent, "it lets go"
         second = decode_of(req)
         assert second is not first and req.key.attempt == 1
         prefill, decode = fleet.prefills[0].last(Prefill), second.last(Decode)
@@ -70,26 +71,12 @@ class TestTheNextAttempt:
         fleet.tell(req, 10, 11)
         fleet.dispatcher.on_not_cached(first, old)
         assert req.key.attempt == 1 and req.nodes and not counted(fleet) and not req.stamps
+        assert Cancel(old) not in first.sent, "it has let go by itself"
         fleet.tell(req, 5, 6, by=first, key=old, finish=LENGTH)
         fleet.tell(req, 5, 6, key=ReqKey("another router", old.rid, req.key.attempt), finish=LENGTH)
         fleet.fail(req, first, key=old)
         fleet.dispatcher.on_not_cached(first, old)
         assert (req.ended, req.key.attempt, req.output_ids) == (False, 1, [10, 11])
-
-    def test_the_other_node_lets_go(self) -> None:
-        fleet = Fleet(2)
-        req = fleet.start()
-        key = req.key
-        fleet.kill(decode_of(req))
-        assert Cancel(key) in fleet.prefills[0].sent
-
-    def test_a_node_that_has_let_go_by_itself_is_not_told_to(self) -> None:
-        fleet = Fleet(1)
-        fleet.decodes[0].holds(4)
-        req = fleet.start()
-        node, key = decode_of(req), req.key
-        fleet.dispatcher.on_not_cached(node, key)
-        assert req.key.attempt == 1 and Cancel(key) not in node.sent
 
     @pytest.mark.parametrize("how", ["prefill node lost", "prefill node fails", "decode node fails"])
     def test_a_lone_decode_node_prefills(self, how: str) -> None:

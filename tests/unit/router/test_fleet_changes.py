@@ -166,7 +166,7 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
     async with (
         contextlib.AsyncExitStack() as exits,
         joined_router(model_folder, [], wait=False) as (router, client),
-        join_socket_of(router) as control_port,
+        join_socket_of(router.membership.on_announcement) as control_port,
         FakeNode(Role.DECODE) as decode,
     ):
         caller = exits.enter_context(zmq.asyncio.Context.instance().socket(zmq.DEALER))

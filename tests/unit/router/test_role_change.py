@@ -158,10 +158,9 @@ async def test_a_node_that_is_lost_answers_for_no_other() -> None:
         new_membership() as (membership, events),
     ):
         changes_of(membership, events)
-        for fake, role in ((lost, Role.PREFILL), (other, Role.DECODE)):
-            membership.dial(fake.ref.address, role, pinned=True)
+        for fake in (lost, other):
+            await dialled(membership, fake)
             fake.hears_roles = False
-        await eventually(lambda: len(membership.all_live()) == 2)
         call = membership.call(lambda call_id: SetRole(call_id, Role.DECODE, 0.0), PATIENCE_S)
         calling = asyncio.create_task(call)
         await lost.wait_for(SetRole)
