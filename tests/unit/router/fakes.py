@@ -36,6 +36,16 @@ CHAT_TEMPLATE = (
 )
 
 
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.thinking }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+HERMES = TOOLS_TEMPLATE + "{# <tool_call> <think> #}"
+"""The family is found by these words."""
+
+
 def write_model(
     folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, context_length: int = 256
 ) -> Path:

@@ -26,8 +26,6 @@ from tests.unit.router.fakes import (
     figure,
     joined_pair,
     joined_router,
-    new_client,
-    pair,
     until_health,
     until_queued,
 )
@@ -218,24 +216,3 @@ async def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
         for _ in range(4):
             assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
         assert len(leaking.all(Decode)) == 1
-
-
-async def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Path) -> None:
-    async with (
-        pair(prefill=say_nothing, decode=one_then_nothing) as (prefill, decode),
-        new_client() as client,
-    ):
-        async with joined_router(model_folder, [prefill, decode]) as (router, served):
-            url = f"{router.url}/generate"
-            asked = [
-                asyncio.create_task(client.post(url, json={"text": "a", "stream": stream, **PARAMS}))
-                for stream in (False, True)
-            ]
-            await decode.wait_for(Decode, 2)
-            await until_queued(served, 0)
-        whole, streamed = [await response for response in asked]
-        assert whole.status_code == 503
-        assert "shutting down" in whole.json()["error"]["message"]
-        _, error, done = events(streamed.text)
-        assert "shutting down" in error["error"]["message"] and done == "[DONE]"
-        await decode.wait_for(Cancel, 2)

@@ -244,6 +244,12 @@ class TestFailures:
         assert ended_with(req)[0] == status
         assert [Cancel(req.key) in node.sent for node in fleet.nodes] == [at == 1, at == 0]
 
+    def test_a_router_that_stops_ends_it_and_tells_the_nodes(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        fleet.dispatcher.close("shutting down")
+        assert ended_with(req)[0] == 503 and all(Cancel(req.key) in node.sent for node in fleet.nodes)
+
     def test_a_first_token_that_ends_it_cancels_the_decode_node(self) -> None:
         fleet = Fleet(1)
         req = fleet.start()

@@ -11,15 +11,9 @@ import pytest
 
 from shared.protocol.messages import Decode
 from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
-from tests.unit.router.fakes import write_model
-from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, with_client
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, with_client
 
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}]
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
 
 
 def prompt_of(decode: FakeNode) -> str:
