@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from router.http.config import HttpOptions
+from router.text.served_model import ServedModel
 from tests.unit.router.fakes import HERMES, TOOLS_TEMPLATE, write_model
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def model(model_folder: Path) -> ServedModel:
+    return ServedModel.load("tiny", model_folder, HttpOptions())
 
 
 @pytest.fixture(scope="session")

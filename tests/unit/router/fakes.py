@@ -237,16 +237,13 @@ async def figure(client: httpx.AsyncClient, name: str) -> float:
     return float(found[1])
 
 
-async def until_figure(client: httpx.AsyncClient, name: str, value: float) -> None:
-    async def reached() -> bool:
-        return await figure(client, name) == value
-
-    await eventually(reached)
-
-
 async def until_queued(client: httpx.AsyncClient, count: int) -> None:
     """Until so many sequences wait for their first token."""
-    await until_figure(client, "baton:num_queued_reqs", count)
+
+    async def reached() -> bool:
+        return await figure(client, "baton:num_queued_reqs") == count
+
+    await eventually(reached)
 
 
 async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response:

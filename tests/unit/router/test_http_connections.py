@@ -27,15 +27,9 @@ from shared.protocol.messages import Cancel, Decode, Finish
 from tests.patience import eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
 from tests.unit.router.fakes import joined_pair
-from tests.unit.router.raw_client import RawClient, post, raw_client
+from tests.unit.router.raw_client import CHUNKED, GENERATE, PATIENT, STREAM, RawClient, post, raw_client
 
-PATIENT = ConnectionOptions(
-    header_timeout_s=600, body_timeout_s=600, write_timeout_s=600, keep_alive_timeout_s=600
-)
 HEALTH = "GET /health HTTP/1.1\nHost: a\n\n"
-CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n"
-GENERATE: dict[str, Any] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-STREAM = {**GENERATE, "stream": True}
 MAX_BODY_BYTES = 4000
 PIECES = (1 << 20, 700)
 """All at once, and in pieces of so many bytes."""

@@ -16,7 +16,6 @@ from router.api.generate_api import GenerateBody
 from router.api.logprobs import NativeLogprobs, ScoredText
 from router.api.openai_bodies import CompletionBody
 from router.dispatch.running_req import RunningReq
-from router.http.config import HttpOptions
 from router.request.generation import Generation
 from router.request.output_text import OutputText
 from router.request.prompt import Prompt
@@ -61,11 +60,6 @@ def run(folder: Path, path: str, body: dict[str, Any], **scripts: object) -> tup
 @pytest.fixture(scope="module")
 def story() -> list[int]:
     return FakeNode("prefill").story[:NUM_NEW]  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> ServedModel:
-    return ServedModel.load("tiny", model_folder, HttpOptions())
 
 
 @pytest.fixture(scope="module")

@@ -44,16 +44,6 @@ async def test_chat(model_folder: Path) -> None:
         assert usage.total_tokens == usage.prompt_tokens + 18
 
 
-@pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
-async def test_what_matched_stays_by_either_name(model_folder: Path, name: str) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        for keep in (False, True):
-            body = {"prompt": "a", "max_tokens": 12, "stop": "fox", name: keep}
-            (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
-            assert choice["matched_stop"] == "fox"
-            assert choice["text"].endswith("fox") == keep
-
-
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_chat_stream(model_folder: Path, include_usage: bool, continuous: bool) -> None:

@@ -32,11 +32,6 @@ BODIES: dict[type[Body], dict[str, Any]] = {
 every_dialect = pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 
 
-@pytest.fixture(scope="module")
-def model(model_folder: Path) -> ServedModel:
-    return ServedModel.load("tiny", model_folder, HttpOptions())
-
-
 def asking(kind: type[Body], **sampling: object) -> dict[str, Any]:
     """A body of a dialect with these sampling parameters, which have the names of the native one."""
     if kind is GenerateBody:
@@ -126,6 +121,13 @@ async def test_names_and_namespaces_of_a_batch(model: ServedModel) -> None:
     with pytest.raises(RequestError) as refused:
         await prompts_of(model, GenerateBody, {"input_ids": [[5], [6]], "rid": ["x", "x"]})
     assert refused.value.param == "rid"
+
+
+@pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
+async def test_what_matched_stays_by_either_name(model: ServedModel, name: str) -> None:
+    for keep in (False, True):
+        (prompt,) = await prompts_of(model, CompletionBody, {"prompt": "a", name: keep})
+        assert prompt.options.no_stop_trim is keep
 
 
 # ----------------------------------------------------------------------------------------------- the text

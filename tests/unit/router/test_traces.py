@@ -7,7 +7,6 @@ import http.server
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.patience import until
 from tests.unit.router.dispatched import FakeNode as DispatchedNode
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
 from tests.unit.router.fakes import joined_pair
+from tests.unit.router.test_timeline import stamps
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"text": "a", "sampling_params": {"max_new_tokens": 3}, "rid": "mine"}
@@ -79,10 +79,6 @@ def collecting() -> Iterator[Collector]:
 
 def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
-
-
-def stamps(role: str, *stages: str) -> tuple[Stamp, ...]:
-    return tuple(Stamp(role, stage, time.time()) for stage in stages)
 
 
 async def prefill(node: FakeNode, message: Prefill | Decode) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from router.nodes.member import Refusal, raise_if_impossible
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
-    Answered,
     Cancel,
     Decode,
     Finish,
@@ -292,21 +290,3 @@ def test_a_node_of_sizes_that_cannot_be_is_refused(part: Struct, field: str, siz
     hello = NodeHello(NodeRef("d", "d#1", ""), Role.DECODE, layout, limits, {}, PROTOCOL_VERSION)  # type: ignore[arg-type]
     with pytest.raises(Refusal, match=field):
         raise_if_impossible(hello)
-
-
-async def test_a_node_answers_no_call_of_another_node(model_folder: Path) -> None:
-    """Calls are counted, so that a node could tell the number of the next one."""
-    async with (
-        FakeNode(Role.DECODE, "liar") as liar,
-        FakeNode(Role.DECODE, "honest") as honest,
-        joined_router(model_folder, [liar, honest]) as (router, _),
-    ):
-        nodes: Iterator[Any] = (n for n in router.membership.all_live() if n.ref.node_id == "honest")
-        honest.flushes = True
-
-        def ask(call_id: int) -> Flush:
-            liar.send(Answered(call_id, False, "told by another node"))
-            return Flush(call_id)
-
-        answers = await router.membership.call(ask, 10.0, [next(nodes)])
-        assert answers["honest"].ok
