@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
-    Announcement,
     Cancel,
     Decode,
     Join,
@@ -28,7 +24,6 @@ from shared.protocol.messages import (
 from tests.patience import eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
 from tests.unit.router.fakes import (
-    join_socket_of,
     joined_pair,
     joined_router,
     joined_trio,
@@ -164,22 +159,14 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
     model_folder: Path,
 ) -> None:
     async with (
-        contextlib.AsyncExitStack() as exits,
         joined_router(model_folder, [], wait=False) as (router, client),
-        join_socket_of(router.membership.on_announcement) as control_port,
         FakeNode(Role.DECODE) as decode,
     ):
-        caller = exits.enter_context(zmq.asyncio.Context.instance().socket(zmq.DEALER))
-        caller.linger = 0
-        caller.connect(f"tcp://127.0.0.1:{control_port}")
-
-        async def say(message: Announcement) -> None:
-            await caller.send(msgspec.msgpack.encode(message))
-
-        await say(Join(decode.ref, Role.DECODE))
+        say = router.membership.on_announcement
+        say(Join(decode.ref, Role.DECODE))
         await until_states(client, decode_0="alive")
         assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
-        await say(Join(decode.ref, Role.DECODE))
+        say(Join(decode.ref, Role.DECODE))
         await asyncio.sleep(0.2)
         assert await states(client) == {} and len(decode.identities) == 1
 
@@ -190,7 +177,7 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
         # and a restarted node is another one.
         await decode.stop()
         decode.start(incarnation="b")
-        await say(Join(decode.ref, Role.DECODE))
+        say(Join(decode.ref, Role.DECODE))
         await until_states(client, decode_0="alive")
 
 

@@ -11,7 +11,6 @@ import zmq
 
 from router.dispatch.fleet_view import FAILURES_TO_OPEN
 from router.dispatch.node import Loss
-from router.dispatch.running_req import RunningReq
 from router.http.config import DispatchOptions
 from router.nodes.member import Refusal, raise_if_impossible
 from shared.protocol.logprobs import LogprobParams, Logprobs
@@ -30,8 +29,7 @@ from shared.protocol.messages import (
     TokenEntry,
 )
 from tests.patience import eventually
-from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet, decode_of
-from tests.unit.router.dispatched import FakeNode as FakeOfDispatcher
+from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet
 from tests.unit.router.fake_node import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, tell_story
 from tests.unit.router.fakes import joined_router
 from tests.unit.router.test_membership import dialled, new_membership
@@ -155,50 +153,6 @@ def test_a_finish_without_a_token_ends_what_asked_for_none() -> None:
     req = fleet.start(max_new_tokens=0)
     fleet.tell(req, finish=LENGTH)
     assert req.finish == LENGTH and req.output_ids == []
-
-
-def moving(**params: object) -> tuple[Fleet, RunningReq, FakeOfDispatcher, FakeOfDispatcher]:
-    """A sequence with a token that moves; its source and its target."""
-    fleet = Fleet(2, 0)
-    req = fleet.start(max_new_tokens=NUM_NEW, **params)
-    source = decode_of(req)
-    fleet.tell(req, 5, logprobs=Logprobs(bytes(4)) if params else None)
-    fleet.dispatcher.on_move_wanted(source, [req.key])
-    (target,) = (node for node in fleet.decodes if node is not source)
-    assert req.moving is not None and req.moving.nodes == (target,)
-    return fleet, req, source, target
-
-
-def test_a_target_that_lies_ends_the_move_and_not_the_stream() -> None:
-    fleet, req, source, target = moving()
-    assert req.moving is not None
-    key = req.moving.key
-    fleet.tell(req, -1, by=target, key=key)
-    assert req.moving is None and req.nodes[-1] is source and req.key.attempt == 0
-    assert Cancel(key) in target.sent
-    fleet.tell(req, *[6] * (NUM_NEW - 1), finish=LENGTH)
-    assert req.finish == LENGTH and req.output_ids == [5, *[6] * (NUM_NEW - 1)]
-
-
-@pytest.mark.parametrize("awaited", [True, False])
-def test_a_source_that_lies_after_the_move_counts_where_its_tokens_are_awaited(awaited: bool) -> None:
-    fleet, req, source, target = moving(logprobs=LogprobParams())
-    assert req.moving is not None
-    old, key = req.key, req.moving.key
-    fleet.tell(req, *((6,) if awaited else ()), by=target, key=key)
-    assert req.key == key and req.awaits_left is awaited
-    fleet.tell(req, -1, by=source, key=old, logprobs=Logprobs(bytes(4)))
-    assert (req.key == key) is not awaited and not req.ended
-
-
-@pytest.mark.parametrize("later", [None, Logprobs(bytes(4))], ids=["no logprobs", "logprobs"])
-def test_a_target_may_lack_logprobs_in_its_first_message_alone(later: Logprobs | None) -> None:
-    fleet, req, _, target = moving(logprobs=LogprobParams())
-    assert req.moving is not None
-    key = req.moving.key
-    fleet.tell(req, by=target, key=key)
-    fleet.tell(req, 6, by=target, key=key, logprobs=later)
-    assert (req.key == key) is (later is not None) and not req.ended
 
 
 def test_a_prefill_node_that_lies_late_does_not_disturb_the_stream() -> None:
