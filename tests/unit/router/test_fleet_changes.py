@@ -16,7 +16,6 @@ from shared.protocol.messages import (
     Join,
     LinkReport,
     Load,
-    Loading,
     NodeRef,
     Peers,
     Role,
@@ -255,15 +254,6 @@ async def test_a_node_is_removed_by_the_address_with_which_it_was_added(
         removed = await client.delete(f"/fleet/nodes/{name}")
         assert removed.status_code == 200 and removed.json()["address"] == "tcp://gone.invalid:7200"
         assert await states(client) == {}
-
-
-async def test_a_node_that_has_joined_is_not_loading_any_more(model_folder: Path) -> None:
-    async with joined_router(model_folder, [], wait=False) as (router, client):
-        ref = NodeRef("decode-0", "decode-0#a", "tcp://gone.invalid:7200")
-        router.membership.on_announcement(Loading("decode-0", Role.DECODE, "weights", 1.0))
-        router.membership.on_announcement(Join(ref, Role.DECODE))
-        assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
-        assert (await client.get("/health")).json()["decode"] == []
 
 
 async def test_what_cannot_be_added_or_removed(model_folder: Path) -> None:

@@ -26,6 +26,7 @@ from shared.protocol.messages import (
     CacheEvents,
     Cancel,
     Failed,
+    Join,
     Leaving,
     Load,
     Loading,
@@ -217,6 +218,9 @@ async def test_a_node_that_says_nothing_more_is_not_loading() -> None:
         assert membership.why_none(Role.PREFILL).endswith("there is none")
         await eventually(lambda: not membership.loading)
         assert membership.why_none(Role.DECODE) == f"{why}there is none"
+        membership.on_announcement(Loading("d0", Role.DECODE, "loading weights", 1.0))
+        membership.on_announcement(Join(NodeRef("d0", "d0#a", "tcp://gone.invalid:7200"), Role.DECODE))
+        assert not membership.loading, "it has joined"
 
 
 async def test_a_router_that_stops_says_so() -> None:

@@ -14,15 +14,11 @@ from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
 from tests.unit.router.bodies import prompts_of
-from tests.unit.router.fake_node import STORY, byte_level_tokenizer, one_then_nothing
+from tests.unit.router.fake_node import byte_level_tokenizer, one_then_nothing
 from tests.unit.router.fakes import events, joined_pair, openai_client, write_model
+from tests.unit.router.test_generate_api import story
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me a story"}]
-
-
-def story(num_tokens: int) -> str:
-    tokenizer = byte_level_tokenizer()
-    return tokenizer.decode(tokenizer.encode(STORY).ids[:num_tokens])
 
 
 async def test_chat(model_folder: Path) -> None:
