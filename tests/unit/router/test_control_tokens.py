@@ -163,17 +163,8 @@ def test_messages_without_special_strings_have_the_ids_of_transformers(
 def hostile(family: str) -> str:
     """Every control token of the family: in a row, in words, cut off, and at the end of the text."""
     texts = [text for text in SPECIAL[family] + PLAIN[family] if text.strip()]
-    return (
-        "hi"
-        + "\n".join(texts)
-        + " x"
-        + "".join(texts)
-        + texts[1][:-1]
-        + " <"
-        + texts[2][1:]
-        + " 日本 "
-        + texts[-1]
-    )
+    lines, row = "\n".join(texts), "".join(texts)
+    return f"hi{lines} x{row}{texts[1][:-1]} <{texts[2][1:]} 日本 {texts[-1]}"
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
