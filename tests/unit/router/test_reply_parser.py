@@ -226,27 +226,10 @@ def test_a_checkpoint_may_describe_its_answers_itself(text: str, expected: Read)
 
 
 PARTS = [
-    *["<think>", "</think>", "{", "}", "[", "]", '"', "\\", ":", ",", ";", "<", ">", "a", "é", "3", "null"],
-    *(
-        " ",
-        "\n",
-        '{"name": "get"',
-        ', "arguments": ',
-        '{"n": 1}',
-        "get",
-        "functions.get:0",
-        "[ARGS]",
-        "```json\n",
-    ),
-    *[
-        "<function=get>",
-        "</function>",
-        "<parameter=n>",
-        "</parameter>",
-        "<arg_key>n</arg_key>",
-        "<arg_value>",
-        "</arg_value>",
-    ],
+    *("<think>", "</think>", "{", "}", "[", "]", '"', "\\", ":", ",", ";", "<", ">", "a", "é", "3", "null"),
+    *(" ", "\n", '{"name": "get"', ', "arguments": ', '{"n": 1}', "get", "functions.get:0", "[ARGS]"),
+    *("```json\n", "<function=get>", "</function>", "<parameter=n>", "</parameter>"),
+    *("<arg_key>n</arg_key>", "<arg_value>", "</arg_value>"),
     *('<invoke name="get">', "</invoke>", '<parameter name="n">'),
 ]
 
