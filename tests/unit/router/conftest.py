@@ -6,12 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.router.fakes import write_model
+from router.http.config import HttpOptions
+from router.text.served_model import ServedModel
+from tests.unit.router.fakes import HERMES, TOOLS_TEMPLATE, write_model
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def model(model_folder: Path) -> ServedModel:
+    return ServedModel.load("tiny", model_folder, HttpOptions())
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of no known family, whose template shows tools and calls."""
+    return write_model(tmp_path_factory.mktemp("chats"), chat_template=TOOLS_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that calls and reasons as hermes does."""
+    return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
 
 
 @pytest.fixture

@@ -198,10 +198,6 @@ class FakeNode:
         sent = self._socket.send_multipart([to, *to_frames(msgspec.msgpack.encode(message))], zmq.DONTWAIT)
         assert sent.exception() is None
 
-    def drain(self) -> None:
-        """Say to all routers that an operator has removed this node."""
-        self._relay.drain(0.0)
-
     def tokens(
         self,
         key: ReqKey,

@@ -18,7 +18,7 @@ import zmq.asyncio
 from router.http.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.http_socket import listen_http
 from router.http.topology import LocalTopology
-from router.nodes.join_socket import JoinSocket
+from router.nodes.join_socket import JoinListener, JoinSocket
 from router.server import Router, load_model
 from shared.protocol.messages import (
     Decode,
@@ -34,6 +34,16 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.thinking }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+HERMES = TOOLS_TEMPLATE + "{# <tool_call> <think> #}"
+"""The family is found by these words."""
 
 
 def write_model(
@@ -137,12 +147,12 @@ async def serving_router(config: RouterConfig) -> AsyncIterator[Router]:
 
 
 @contextlib.asynccontextmanager
-async def join_socket_of(router: Router, fleet_key: FleetKey | None = None) -> AsyncIterator[int]:
-    """The port where nodes announce themselves to `router`, as a supervisor has it."""
+async def join_socket_of(listener: JoinListener, fleet_key: FleetKey | None = None) -> AsyncIterator[int]:
+    """The port where nodes announce themselves, as a supervisor has it."""
     context = zmq.asyncio.Context()
     authenticator = fleet_key.authenticator(context) if fleet_key is not None else None
     join_socket = JoinSocket(context, fleet_key)
-    listening = asyncio.create_task(join_socket.listen(router.membership.on_announcement))
+    listening = asyncio.create_task(join_socket.listen(listener))
     try:
         yield join_socket.bind("127.0.0.1", 0)
     finally:
@@ -227,25 +237,23 @@ async def figure(client: httpx.AsyncClient, name: str) -> float:
     return float(found[1])
 
 
-async def until_figure(client: httpx.AsyncClient, name: str, value: float) -> None:
+async def until_queued(client: httpx.AsyncClient, count: int) -> None:
+    """Until so many sequences wait for their first token."""
+
     async def reached() -> bool:
-        return await figure(client, name) == value
+        return await figure(client, "baton:num_queued_reqs") == count
 
     await eventually(reached)
 
 
-async def until_queued(client: httpx.AsyncClient, count: int) -> None:
-    """Until so many sequences wait for their first token."""
-    await until_figure(client, "baton:num_queued_reqs", count)
+async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response:
+    """Until /health tells this status; its answer."""
 
+    async def reached() -> httpx.Response | None:
+        health = await client.get("/health")
+        return health if health.json()["status"] == status else None
 
-async def until_sampled(client: httpx.AsyncClient) -> None:
-    """Until `/live` has a sample."""
-
-    async def sampled() -> bool:
-        return bool((await client.get("/live/state")).json()["samples"])
-
-    await eventually(sampled)
+    return await eventually(reached)
 
 
 def events(body: str) -> list[object]:

@@ -9,7 +9,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from router.http.config import ConnectionOptions
 from tests.patience import PATIENCE_S
+
+PATIENT = ConnectionOptions(
+    header_timeout_s=6000, body_timeout_s=6000, write_timeout_s=6000, keep_alive_timeout_s=6000
+)
+"""No timer of a connection ends within a test: one that holds the connection fails it."""
+GENERATE: dict[str, object] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+STREAM = {**GENERATE, "stream": True}
+CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n"
 
 
 @dataclass(frozen=True)

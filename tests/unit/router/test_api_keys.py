@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from dataclasses import replace
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
+from fastapi import Request
 
+from router.api.fleet_api import fleet_guards
 from router.flags import build_parser, router_config
-from router.http.api_keys import Access, ApiKeys, key_digests, keys_from_environment
+from router.http.api_keys import (
+    Access,
+    ApiKeys,
+    admin_guard,
+    api_keys,
+    key_digests,
+    keys_from_environment,
+    warn_if_open,
+)
 from router.http.config import HttpOptions
-from shared.errors import ConfigError
-from shared.protocol.messages import Decode, Prefill
-from tests.unit.router.fakes import joined_pair, joined_router, openai_client
+from router.request.prompt import Prompt
+from shared.errors import ConfigError, RequestError
+from shared.protocol.messages import Decode, Work
+from shared.protocol.sampling_params import SamplingParams
+from tests.unit.router.fakes import joined_pair, openai_client
 from tests.unit.router.test_admission import ROUTES
 
 
@@ -103,7 +114,7 @@ def check_refused(response: httpx.Response) -> None:
 
 async def test_routes_need_a_key(model_folder: Path) -> None:
     http = HttpOptions(port=0, api_keys=("other", "schlüssel"))
-    async with joined_pair(model_folder, http=http, wait=False) as (_, router, client):
+    async with joined_pair(model_folder, http=http, wait=False) as ((_, decode), router, client):
         assert router.keys.has_clients
         assert (await client.get("/health")).status_code in (200, 503)
         for headers in ({}, bearer("wrong"), {"Authorization": "schlüssel".encode()}):
@@ -114,6 +125,15 @@ async def test_routes_need_a_key(model_folder: Path) -> None:
             check_refused(await client.post("/flush_cache", headers=headers))
         info = await client.get("/server_info", headers=bearer("schlüssel"))
         assert info.status_code == 200
+        await router.ready(["prefill-0", "decode-0"])
+        owners = []
+        for key, (path, body) in itertools.product(("schlüssel", "other"), ROUTES):
+            answer = await client.post(path, json=body, headers=bearer(key))
+            assert answer.status_code == 200
+            owners.append(decode.all(Decode)[-1].work.extra_key)
+        assert len(set(owners)) == 2 and owners[0] == owners[2] != owners[3] == owners[5], (
+            "caches of their own"
+        )
         assert "schlüssel" not in info.text and "other" not in info.text
         assert (await client.post("/flush_cache", headers=bearer("other"))).status_code == 200
         async with openai_client(router.url, "no") as sdk:
@@ -130,48 +150,29 @@ def test_the_owner_of_a_cache_is_a_key_that_is_known() -> None:
     assert keys(("a",)).cache_owner(b"Bearer a") == owners["a"], "another router with other keys agrees"
     for stranger in (b"", b"Bearer", b"Bearer c", b"Basic a"):
         assert keys(admins=("root",)).cache_owner(stranger) == keys().cache_owner(stranger) == b""
-    shared = ApiKeys(key_digests("--api-key", ("a",)), (), share_cache=True)
+    shared = api_keys(HttpOptions(api_keys=("a",), share_cache_across_api_keys=True))
     assert shared.cache_owner(b"Bearer a") == b""
 
 
-async def test_whose_cache_a_request_has_is_decided_by_its_key(model_folder: Path) -> None:
-    """On every route, and beside the request's own `extra_key`. No node is told a key, or what the client chose."""
+def test_whose_cache_a_request_has_is_decided_by_its_key() -> None:
+    """And by the request's own `extra_key`. No node is told a key, or what the client chose."""
 
-    async def namespaces(http: HttpOptions, *headers: dict[str, bytes]) -> list[list[str]]:
-        """Of each caller, what nodes were told for every route, without and with an `extra_key`."""
-        async with joined_pair(model_folder, http=http, wait=False) as ((prefill, decode), router, client):
-            await router.ready(["prefill-0", "decode-0"])
-            for caller in headers:
-                for path, body in ROUTES:
-                    for extra_key in ({}, {"extra_key": "chosen"}):
-                        asked = {**body, **extra_key, "rid": f"{len(decode.all(Decode))}"}
-                        answer = await client.post(path, json=asked, headers=caller)
-                        assert answer.status_code == 200, answer.text
-            told = [message.work.extra_key for message in decode.all(Decode)]
-            assert set(told) == {message.work.extra_key for message in prefill.all(Prefill)}
-            size = 2 * len(ROUTES)
-            return [told[at : at + size] for at in range(0, len(told), size)]
+    def told(known: ApiKeys, extra_key: str, key: str) -> str:
+        prompt = Prompt(rid="r", work=Work((1,), SamplingParams(), extra_key=extra_key))
+        return prompt.in_cache_of(known.cache_owner(f"Bearer {key}".encode())).work.extra_key
 
-    several = HttpOptions(port=0, api_keys=("a-key", "b-key"), admin_api_keys=("root-key",))
-    callers = [bearer(key) for key in ("a-key", "b-key", "root-key")]
-    told = await namespaces(several, *callers)
-    for of_one in told:
-        assert len(set(of_one[0::2])) == len(set(of_one[1::2])) == 1, "the same on every route"
-    words = {word for of_one in told for word in of_one}
-    assert len(words) == 6, "no two have anything in common"
-    digests = [hashlib.sha256(key.encode()).hexdigest() for key in ("a-key", "b-key", "root-key")]
+    names, several = ("a-key", "b-key", "root-key"), keys(("a-key", "b-key"), ("root-key",))
+    words = [told(several, extra_key, key) for extra_key, key in itertools.product(("", "chosen"), names)]
+    assert len(set(words)) == 6, "no two have anything in common"
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in names]
     for word in words:
         assert word and "key" not in word and "chosen" not in word
         assert not any(word in digest or digest[:8] in word for digest in digests)
-
-    one_key = HttpOptions(port=0, api_keys=("b-key",))
-    assert await namespaces(one_key, bearer("b-key")) == [told[1]], "another router agrees"
-    plain = ["", "chosen"] * len(ROUTES)
-    assert await namespaces(HttpOptions(port=0), {}, bearer("any")) == [plain, plain]
-    shared = replace(several, share_cache_across_api_keys=True)
-    assert await namespaces(shared, *callers) == [plain] * 3
+    assert told(keys(("b-key",)), "", "b-key") == told(several, "", "b-key"), "another router agrees"
+    assert told(keys(), "chosen", "any") == "chosen"
 
 
+# ------------------------------------------------------------------------------------- administrators
 ADMIN_ROUTES = [
     ("POST", "/flush_cache", {}),
     ("GET", "/flush_cache", {}),
@@ -192,8 +193,7 @@ async def test_admin_routes_need_the_admin_key(model_folder: Path, client_keys: 
         for method, path, body in ADMIN_ROUTES:
             for headers in ({}, bearer("c"), bearer("wrong")):
                 check_refused(await client.request(method, path, json=body, headers=headers))
-        while not (await client.get("/server_info", headers=bearer("a"))).json()["nodes"]:
-            await asyncio.sleep(0.01)
+        await router.ready(["prefill-0", "decode-0"])
         for method, path, body in ADMIN_ROUTES:
             done = await client.request(method, path, json=body, headers=bearer("a"))
             assert done.status_code == 200, done.text
@@ -203,6 +203,7 @@ KEYLESS_ADMIN_ROUTES = [
     *ADMIN_ROUTES,
     ("GET", "/fleet", None),
     ("POST", "/fleet/nodes", {"role": "decode", "address": "127.0.0.1:1"}),
+    ("POST", "/fleet/nodes/decode-0/role", {"role": "prefill"}),
     ("DELETE", "/fleet/nodes/decode-0", None),
 ]
 FOREIGN_PAGES = [
@@ -216,66 +217,89 @@ FOREIGN_PAGES = [
     {"Sec-Fetch-Site": "cross-site"},  # <img src="http://localhost:8000/flush_cache">
     {"Sec-Fetch-Site": "same-site"},
 ]
+OWN_PAGES = [
+    {"Host": "localhost:8000", "Origin": "http://localhost:8000", "Sec-Fetch-Site": "same-origin"},
+    {"Host": "[::1]:8000"},
+    {"Host": "127.9.9.9", "Sec-Fetch-Site": "none"},
+    {"Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"},
+]
 
 
-def check_foreign(response: httpx.Response) -> None:
-    assert response.status_code == 403, response.text
-    error = response.json()["error"]
-    assert (error["type"], error["code"]) == ("permission_error", "foreign_page")
+async def refused(
+    page: Mapping[str, str], known: ApiKeys, *, host: str = "127.0.0.1", key: str = "", fleet: bool = False
+) -> tuple[int, str | None] | None:
+    """Why a page may not use an admin route, or one that changes the fleet; None if it may."""
+    headers = {"host": "127.0.0.1:8000", **{name.lower(): value for name, value in page.items()}}
+    sent = [(name.encode(), value.encode()) for name, value in headers.items()]
+    state = {"access": known.access(f"Bearer {key}".encode())}
+    request = Request({"type": "http", "path": "/flush_cache", "headers": sent, "state": state})
+    admin_only = admin_guard(known, host, ("*", "https://ops.example"))
+    try:
+        if fleet:
+            await fleet_guards(known, host, admin_only)[0].dependency()  # type: ignore[misc]
+        await admin_only(request)
+    except RequestError as e:
+        return e.status, e.code
+    return None
 
 
 async def test_without_keys_pages_of_other_sites_may_not_administer(model_folder: Path) -> None:
-    http = HttpOptions(port=0, allowed_origins=("*", "https://ops.example"))
-    async with joined_pair(model_folder, http=http) as (_, router, client):
-        for headers in FOREIGN_PAGES:
-            for method, path, body in KEYLESS_ADMIN_ROUTES:
-                text = {"Content-Type": "text/plain", **headers}  # what needs no preflight
-                check_foreign(await client.request(method, path, json=body, headers=text))
+    for page in FOREIGN_PAGES:
+        assert await refused(page, keys()) == (403, "foreign_page")
+        for known in (keys(admins=("a",)), keys(("a",))):  # from anywhere, holders of a key may
+            assert await refused(page, known, key="a") is None
+    for page in OWN_PAGES:
+        assert await refused(page, keys()) is None, page
+    async with joined_pair(model_folder) as (_, _, client):
+        for method, path, body in KEYLESS_ADMIN_ROUTES:
+            text = {"Content-Type": "text/plain", **FOREIGN_PAGES[0]}  # what needs no preflight
+            answer = await client.request(method, path, json=body, headers=text)
+            error = answer.json()["error"]
+            told = (answer.status_code, error["type"], error["code"])
+            assert told == (403, "permission_error", "foreign_page")
         assert len((await client.get("/fleet")).json()["nodes"]) == 2
-        own = router.url.removeprefix("http://")
-        for headers in (
-            {"Origin": router.url, "Sec-Fetch-Site": "same-origin"},
-            {"Host": "localhost:1", "Origin": "http://localhost:1"},
-            {"Host": "[::1]:8000"},
-            {"Host": "127.9.9.9", "Sec-Fetch-Site": "none"},
-            {"Host": own, "Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"},
-        ):
-            assert (await client.post("/flush_cache", headers=headers)).status_code == 200, headers
-            assert (await client.get("/fleet", headers=headers)).status_code == 200, headers
         one = await client.post("/abort_request", json={"rid": "x"}, headers=FOREIGN_PAGES[0])
         assert one.status_code == 200, "to end a request one has to know its name"
 
 
-async def test_a_router_of_the_network_has_names_of_its_own_but_no_foreign_pages(model_folder: Path) -> None:
-    http = HttpOptions(host="0.0.0.0", port=0)
-    async with joined_router(model_folder, [], http=http, wait=False) as (_, client):
-        named = {"Host": "llm.example:8000"}
-        assert (await client.post("/flush_cache", headers=named)).status_code == 200
-        own_page = {**named, "Origin": "https://llm.example:8000"}
-        assert (await client.post("/flush_cache", headers=own_page)).status_code == 200
-        check_foreign(await client.post("/flush_cache", headers={**named, "Origin": "http://evil.example"}))
-
-
-@pytest.mark.parametrize("keys", [{"admin_api_keys": ("a",)}, {"api_keys": ("a",)}])
-async def test_holders_of_a_key_administer_from_anywhere(model_folder: Path, keys: dict[str, Any]) -> None:
-    async with joined_router(model_folder, [], http=HttpOptions(port=0, **keys), wait=False) as (_, client):
-        for headers in FOREIGN_PAGES:
-            done = await client.post("/flush_cache", headers={**headers, **bearer("a")})
-            assert done.status_code == 200, done.text
+async def test_a_router_of_the_network_has_names_of_its_own_but_no_foreign_pages() -> None:
+    named = {"Host": "llm.example:8000"}
+    for origin, expected in (
+        ({}, None),
+        ({"Origin": "https://llm.example:8000"}, None),
+        ({"Origin": "http://evil.example"}, (403, "foreign_page")),
+    ):
+        assert await refused({**named, **origin}, keys(), host="0.0.0.0") == expected
 
 
 @pytest.mark.parametrize(
-    ("http", "warns"),
+    ("clients", "admins", "host", "key", "expected"),
     [
-        (HttpOptions(), False),
-        (HttpOptions(host="0.0.0.0"), True),
-        (HttpOptions(host="0.0.0.0", admin_api_keys=("a",)), True),
-        (HttpOptions(host="0.0.0.0", api_keys=("c",)), False),
+        ((), (), "127.0.0.1", "", None),
+        ((), (), "0.0.0.0", "", (403, "no_admin_key")),
+        (("c",), (), "127.0.0.1", "c", (403, "no_admin_key")),
+        ((), ("a",), "127.0.0.1", "", (401, "invalid_api_key")),
+        (("c",), ("a",), "127.0.0.1", "c", (401, "invalid_api_key")),
+        (("c",), ("a",), "0.0.0.0", "a", None),
     ],
 )
-async def test_a_router_that_lets_the_network_in_says_so_once(
-    model_folder: Path, caplog: pytest.LogCaptureFixture, http: HttpOptions, warns: bool
+async def test_only_administrators_may_change_the_fleet(
+    clients: tuple[str, ...], admins: tuple[str, ...], host: str, key: str, expected: tuple[int, str] | None
 ) -> None:
-    async with joined_router(model_folder, [], http=replace(http, port=0), wait=False):
-        pass
+    assert await refused({}, keys(clients, admins), host=host, key=key, fleet=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "known", "warns"),
+    [
+        ("127.0.0.1", keys(), False),
+        ("0.0.0.0", keys(), True),
+        ("0.0.0.0", keys(admins=("a",)), True),
+        ("0.0.0.0", keys(("c",)), False),
+    ],
+)
+def test_a_router_that_lets_the_network_in_says_so(
+    caplog: pytest.LogCaptureFixture, host: str, known: ApiKeys, warns: bool
+) -> None:
+    warn_if_open(known, host)
     assert caplog.text.count("clients_need_no_key") == warns

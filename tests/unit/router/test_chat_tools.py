@@ -16,16 +16,10 @@ import pytest
 
 from shared.protocol.messages import Decode, Finish, NodeLimits, Prefill, Tokens
 from tests.unit.router.fake_node import FakeNode, Script, byte_level_tokenizer
-from tests.unit.router.fakes import joined_pair, openai_client, write_model
+from tests.unit.router.fakes import HERMES, joined_pair, openai_client, write_model
 from tests.unit.router.scoring import entry
 from tests.unit.router.test_reply_parser import OWN_TEMPLATE
 
-TEMPLATE = (
-    "{% for t in tools or [] %}[{{ t.function | tojson }}]{% endfor %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.thinking }}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY}},
@@ -81,11 +75,6 @@ async def with_client(
         yield client, decode
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tools"), chat_template=TEMPLATE)
-
-
 async def ask(client: openai.AsyncOpenAI, **fields: Any) -> list[Any]:
     """The choices of an answer to QUESTION with TOOLS."""
     asked: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, **fields}
@@ -107,9 +96,9 @@ def call_deltas(choices: list[Any]) -> list[Any]:
     return [delta for choice in choices for delta in choice.delta.tool_calls or ()]
 
 
-async def test_the_format_of_text_is_not_that_of_a_call(folder: Path) -> None:
+async def test_the_format_of_text_is_not_that_of_a_call(chats: Path) -> None:
     of_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    async with with_client(folder, TAGGED) as (client, decode):
+    async with with_client(chats, TAGGED) as (client, decode):
         for choice, form in itertools.product((WEATHER, "required"), ({"type": "json_object"}, of_schema)):
             await ask(client, tool_choice=choice, response_format=form)
             await ask(client, tool_choice=choice)
@@ -120,9 +109,9 @@ async def test_the_format_of_text_is_not_that_of_a_call(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("choice", "finish_reason"), [(WEATHER, "stop"), ("required", "tool_calls")])
-async def test_a_forced_call(folder: Path, choice: Any, finish_reason: str) -> None:
+async def test_a_forced_call(chats: Path, choice: Any, finish_reason: str) -> None:
     """A model of no family is made to call as hermes does."""
-    async with with_client(folder, TAGGED) as (client, decode):
+    async with with_client(chats, TAGGED) as (client, decode):
         choices = await ask(client, tool_choice=choice, n=2)
         for answered in choices:
             assert answered.finish_reason == finish_reason and answered.message.content is None
@@ -135,8 +124,10 @@ async def test_a_forced_call(folder: Path, choice: Any, finish_reason: str) -> N
         assert functions[0] == {"name": "weather", "parameters": CITY, "strict": True}
         assert len(functions) == (1 if choice == WEATHER else 2)
         assert not json.loads(grammar.text)["parallel"], "it might go on with calls for ever"
-        streamed = await ask_for_stream(client, tool_choice=choice)
+        streamed = await ask_for_stream(client, tool_choice=choice, logprobs=True)
         assert streamed[0].delta.role == "assistant"
+        assert all(one.delta.tool_calls for one in streamed[1:-1]), "it begins with its name"
+        assert not any(one.logprobs.content for one in streamed if one.logprobs), "a call is no content"
         assert not any(one.delta.content for one in streamed)
         deltas = call_deltas(streamed)
         assert {delta.index for delta in deltas} == {0}
@@ -146,26 +137,8 @@ async def test_a_forced_call(folder: Path, choice: Any, finish_reason: str) -> N
         assert streamed[-1].finish_reason == finish_reason
 
 
-async def test_a_streamed_call_begins_with_its_name(folder: Path) -> None:
-    async with with_client(folder, TAGGED) as (client, _):
-        opening, *more = await ask_for_stream(client, tool_choice="required", logprobs=True)
-        assert opening.delta.role == "assistant"
-        assert all(choice.delta.tool_calls for choice in more[:-1])
-        assert call_deltas(more[:1])[0].function.name == "weather"
-        assert not any(choice.logprobs.content for choice in more if choice.logprobs), "a call is no content"
-
-
-async def test_the_clients_own_helper_reads_the_stream(folder: Path) -> None:
-    async with with_client(folder, TAGGED) as (client, _):
-        strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-        asked: dict[str, Any] = {"messages": QUESTION, "tools": strict, "tool_choice": "required"}
-        async with client.chat.completions.stream(model="tiny", **asked) as stream:
-            answer = await stream.get_final_completion()
-        assert calls_in(answer.choices[0].message) == [("weather", ARGUMENTS)]
-
-
-async def test_a_call_that_is_cut_off(folder: Path) -> None:
-    async with with_client(folder, '<tool_call>\n{"name": "wea', finish="length") as (client, _):
+async def test_a_call_that_is_cut_off(chats: Path) -> None:
+    async with with_client(chats, '<tool_call>\n{"name": "wea', finish="length") as (client, _):
         (answered,) = await ask(client, tool_choice="required")
         assert answered.finish_reason == "length"
         assert answered.message.tool_calls is None and not answered.message.content
@@ -175,7 +148,7 @@ async def test_a_call_that_is_cut_off(folder: Path) -> None:
         assert last.finish_reason == "length"
 
 
-async def test_what_the_template_sees(folder: Path) -> None:
+async def test_what_the_template_sees(chats: Path) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     messages: Any = [
         {"role": "developer", "content": "Be brief."},
@@ -190,7 +163,7 @@ async def test_what_the_template_sees(folder: Path) -> None:
     past += f"<assistant>Hm.(weather {ARGUMENTS})<assistant>Wait.(weather {ARGUMENTS})<assistant>Yes"
     shown = '[{"name": "weather", "parameters": ' + json.dumps(CITY) + '}][{"name": "now"}]'
 
-    async with with_client(folder, "fine") as (client, decode):
+    async with with_client(chats, "fine") as (client, decode):
         for options, prompt in (
             ({}, f"{past}<assistant>"),
             ({"tools": TOOLS, "tool_choice": "none"}, f"{shown}{past}<assistant>"),
@@ -206,13 +179,7 @@ async def test_what_the_template_sees(folder: Path) -> None:
             assert sent.work.params.grammar is None
 
 
-HERMES = TEMPLATE + "{# <tool_call> <think> #}"
 AUTO = f"<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
 
 
 async def test_a_call_that_the_model_decides_on(hermes: Path) -> None:
@@ -247,8 +214,8 @@ async def test_what_is_told_apart(hermes: Path) -> None:
             assert (message.tool_calls is None) == ("tool_choice" in fields)
 
 
-async def test_calls_of_an_unknown_family_are_text(folder: Path) -> None:
-    async with with_client(folder, AUTO) as (client, _):
+async def test_calls_of_an_unknown_family_are_text(chats: Path) -> None:
+    async with with_client(chats, AUTO) as (client, _):
         (answered,) = await ask(client)
         assert (answered.message.content, answered.finish_reason) == (AUTO, "stop")
 
@@ -282,12 +249,12 @@ async def test_calls_behind_the_first(hermes: Path, parallel: bool) -> None:
         assert len(calls_in(answered.message)) == len(named) == (2 if parallel else 1)
 
 
-async def test_some_tools_may_be_allowed(folder: Path) -> None:
+async def test_some_tools_may_be_allowed(chats: Path) -> None:
     def allowed(mode: str, name: str) -> dict[str, Any]:
         tools = [{"type": "function", "function": {"name": name}}]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
-    async with with_client(folder, '{"name": "now", "arguments": {}}') as (client, decode):
+    async with with_client(chats, '{"name": "now", "arguments": {}}') as (client, decode):
         await ask(client, tool_choice=allowed("required", "now"))
         grammar = decode.all(Decode)[-1].work.params.grammar
         assert grammar is not None and '"now"' in grammar.text and '"weather"' not in grammar.text
@@ -296,8 +263,8 @@ async def test_some_tools_may_be_allowed(folder: Path) -> None:
                 await ask(client, tool_choice=allowed(mode, "x"))
 
 
-async def test_no_bound_may_be_said_as_minus_one(folder: Path) -> None:
-    async with with_client(folder, "fine") as (client, decode):
+async def test_no_bound_may_be_said_as_minus_one(chats: Path) -> None:
+    async with with_client(chats, "fine") as (client, decode):
         lengths = []
         for bound in ({}, {"max_tokens": -1}, {"max_completion_tokens": -1}):
             await client.chat.completions.create(model="tiny", messages=QUESTION, **bound)

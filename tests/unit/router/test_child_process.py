@@ -19,23 +19,24 @@ def child(source: str, **options: object) -> ChildProcess:
     return ChildProcess("node", "n", lambda: ["-c", source], **options)  # type: ignore[arg-type]
 
 
-async def test_pauses_between_lives_grow() -> None:
-    exits: list[tuple[str, float]] = []
-    dying = child(READY + "sys.exit(7)", on_exit=lambda code, *how: exits.append(how))
+async def ends_of(source: str, count: int = 1, **options: object) -> list[tuple[str, float]]:
+    """How a child ended so many times, and the pauses after that."""
+    ends: list[tuple[str, float]] = []
+    dying = child(source, on_exit=lambda code, *how: ends.append(how), **options)
     dying.start()
-    await eventually(lambda: len(exits) == 3)
+    await eventually(lambda: len(ends) >= count)
     await stop_all([dying], 5)
-    assert exits == [("exited with code 7", pause_s) for pause_s in (0.5, 1.0, 2.0)]
+    return ends[:count]
+
+
+async def test_pauses_between_lives_grow() -> None:
+    ends = await ends_of(READY + "sys.exit(7)", 3)
+    assert ends == [("exited with code 7", pause_s) for pause_s in (0.5, 1.0, 2.0)]
 
 
 async def test_a_child_that_has_lived_long_is_started_again_soon() -> None:
-    pauses: list[float] = []
-    source = READY + "time.sleep(0.2)"
-    dying = child(source, pauses_s=(0.02, 0.1), on_exit=lambda code, how, s: pauses.append(s))
-    dying.start()
-    await eventually(lambda: len(pauses) >= 2)
-    await stop_all([dying], 5)
-    assert pauses[:2] == [0.02, 0.02]
+    ends = await ends_of(READY + "time.sleep(0.2)", 2, pauses_s=(0.02, 0.1))
+    assert [pause_s for _, pause_s in ends] == [0.02, 0.02]
 
 
 async def test_a_child_that_was_never_ready_is_not_started_again() -> None:
@@ -93,28 +94,14 @@ async def test_a_child_that_can_never_be_started() -> None:
 
 
 async def test_a_child_whose_heart_stands_still_is_killed() -> None:
-    exits: list[str] = []
-    hanging = child(
-        READY + "time.sleep(60)", heartbeat_timeout_s=1.5, on_exit=lambda code, how, _: exits.append(how)
-    )
-    hanging.start()
-    await eventually(lambda: exits)
-    await stop_all([hanging], 5)
-    assert exits == ["was killed by SIGKILL"]
+    ends = await ends_of(READY + "time.sleep(60)", heartbeat_timeout_s=1.5)
+    assert ends[0][0] == "was killed by SIGKILL"
 
 
 async def test_a_child_whose_heart_beats_lives_on() -> None:
-    exits: list[str] = []
     beat = "os.write(0, b'.'); time.sleep(0.1)"
-    beating = child(
-        f"{READY}\nfor _ in range(40): {beat}",
-        heartbeat_timeout_s=2,
-        on_exit=lambda code, how, _: exits.append(how),
-    )
-    beating.start()
-    await eventually(lambda: exits)
-    await stop_all([beating], 5)
-    assert exits == ["exited with code 0"]
+    ends = await ends_of(f"{READY}\nfor _ in range(40): {beat}", heartbeat_timeout_s=2)
+    assert ends[0][0] == "exited with code 0"
 
 
 async def test_a_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:

@@ -23,22 +23,16 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.http.body import JsonRequest
-from router.http.config import ConnectionOptions, HttpOptions
+from router.http.config import HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
-from tests.unit.router.fakes import joined_router, pair
-from tests.unit.router.raw_client import RawClient, post
+from tests.unit.router.fakes import joined_pair, joined_router
+from tests.unit.router.raw_client import CHUNKED, GENERATE, PATIENT, STREAM, RawClient, post
 
 NUM_CLIENTS = 5
-PATIENT = ConnectionOptions(
-    header_timeout_s=6000, body_timeout_s=6000, write_timeout_s=6000, keep_alive_timeout_s=6000
-)
-"""No timer of a connection ends within the test: one that holds the connection fails it."""
 SMALL_BYTES = 4096
-CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n\n"
-GENERATE: dict[str, object] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 KINDS = (Connection, RequestResponseCycle, httptools.HttpRequestParser, JsonRequest)
 
 Stage = Callable[[RawClient], Awaitable[None]]
@@ -54,7 +48,7 @@ def sends(data: str | bytes) -> Stage:
 
 
 async def streams(client: RawClient) -> None:
-    client.send(post("/generate", {**GENERATE, "stream": True}))
+    client.send(post("/generate", STREAM))
     await client.read_until(b"data: ")
 
 
@@ -94,15 +88,13 @@ STAGES: dict[str, Stage] = {
     "in the request line": sends("GET /heal"),
     "in the headers": sends("GET /health HTTP/1.1\nHost: a\nx: "),
     "in the body": sends("POST /generate HTTP/1.1\nHost: a\nContent-Length: 100\n\n{"),
-    "in a chunk's size": sends(CHUNKED + "5"),
-    "in a chunk": sends(CHUNKED + "5\n{"),
-    "in the trailers": sends(CHUNKED + "2\n{}\n0\na: b\nc"),
+    "in a chunk's size": sends(CHUNKED + "\n5"),
+    "in a chunk": sends(CHUNKED + "\n5\n{"),
+    "in the trailers": sends(CHUNKED + "\n2\n{}\n0\na: b\nc"),
     "after a body that was answered early": is_answered_early,
     "while the answer is computed": sends(post("/generate", GENERATE)),
     "while a stream is on": streams,
-    BEHIND: sends(
-        post("/generate", {**GENERATE, "stream": True}) + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
-    ),
+    BEHIND: sends(post("/generate", STREAM) + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"),
     "with half of the answer read": reads_half,
     "in keep-alive": is_answered,
     "after a body of a wrong type": is_refused({"text": 5}),
@@ -166,10 +158,7 @@ async def test_nothing_stays_of_a_client_that_leaves(model_folder: Path, resets:
         await have_left.wait()
         node.tokens(message.key, 1, node.story[1:4], Finish("length"))
 
-    async with (
-        pair() as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], connections=PATIENT, wait=False) as (router, plain),
-    ):
+    async with joined_pair(model_folder, connections=PATIENT, wait=False) as (nodes, router, plain):
         await plain.aclose()
         await eventually(lambda: len(router.membership.all_live()) == 2)
 
@@ -179,7 +168,7 @@ async def test_nothing_stays_of_a_client_that_leaves(model_folder: Path, resets:
             have_left.set()
 
         for stage in STAGES:
-            decode.script = one_then_the_rest if stage == BEHIND else one_then_nothing
+            nodes[1].script = one_then_the_rest if stage == BEHIND else one_then_nothing
             await visited(1, stage)  # what is made once, such as the OpenAPI document
             await eventually(lambda: len(router._server.connections) == 0)
             gc.collect()

@@ -50,15 +50,6 @@ async def test_off_by_default(model_folder: Path) -> None:
             assert not any(name.startswith("access-control") for name in response.headers)
 
 
-async def test_streams_are_marked_too(model_folder: Path) -> None:
-    http = HttpOptions(port=0, allowed_origins=("*",))
-    async with joined_pair(model_folder, http=http) as (_, _, client):
-        body = {"text": "a", "stream": True}
-        response = await client.post("/generate", json=body, headers={"Origin": PAGE})
-        assert response.headers["access-control-allow-origin"] == "*"
-        assert response.text.endswith("data: [DONE]\n\n")
-
-
 def test_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--allowed-origins", PAGE, "--allowed-origins", f'["{PAGE}", "http://localhost:3000"]']
     config = router_config(build_parser().parse_args(argv))

@@ -19,7 +19,7 @@ from shared.protocol.messages import Role
 from shared.protocol.resolver import Resolver
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fake_node import FakeNode
-from tests.unit.router.test_membership import TIMING, changes_of, new_membership
+from tests.unit.router.test_membership import TIMING, changes_of, dial, dialled, new_membership
 
 
 @contextlib.asynccontextmanager
@@ -113,8 +113,7 @@ async def test_the_log_names_what_is_known_of_a_listed_node(caplog: pytest.LogCa
         assert f"prefill_node_alive node=p0 address={node.ref.address}" in texts
         assert any(text.startswith(f"node_lost address={silent} reason=") for text in texts), texts
         assert f"node_forgotten address={silent}" in texts
-        named = membership.dial(silent, Role.DECODE, pinned=True)
-        assert named is not None
+        named = dial(membership, silent)
         await eventually(lambda: named.state is MemberState.LOST)
         text = caplog.records[-1].getMessage()
         assert text.startswith(f"decode_node_lost address={silent} reason="), "the operator knows its role"
@@ -133,7 +132,7 @@ async def test_a_listed_node_is_dialled_until_it_is_back(joined: bool) -> None:
         await node.__aenter__()
         known = [kept, unlisted, node] if joined else [unlisted]
         for one in known:
-            assert membership.dial(one.ref.address, Role.DECODE, pinned=False) is not None
+            dial(membership, one.ref.address, pinned=False)
         if joined:
             await eventually(lambda: len(membership.all_live()) == 3)
         membership.on_listing([kept.ref.address, node.ref.address])
@@ -159,13 +158,11 @@ async def test_of_two_members_of_one_name_the_connected_one_is_found() -> None:
         changes = changes_of(membership, events)
         old = FakeNode(Role.DECODE, "d0")
         await old.__aenter__()
-        assert membership.dial(old.ref.address, Role.DECODE, pinned=True) is not None
-        await eventually(lambda: membership.live(Role.DECODE))
+        await dialled(membership, old)
         await old.stop()
         await eventually(lambda: not membership.live(Role.DECODE))
         async with FakeNode(Role.DECODE, "d0") as new:
-            assert membership.dial(new.ref.address, Role.DECODE, pinned=True) is not None
-            await eventually(lambda: membership.live(Role.DECODE))
+            await dialled(membership, new)
             names = [(member.node_id, member.node is None) for member in membership.members]
             assert names == [("d0", True), ("d0", False)]
             found = changes.find("d0")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from router.http.config import DispatchOptions
@@ -22,29 +20,18 @@ from shared.protocol.messages import (
     Prefill,
     Role,
 )
-from tests.patience import eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing, say_nothing, tell_story
-from tests.unit.router.fakes import events, figure, joined_pair, joined_router, new_client, pair, until_queued
+from tests.unit.router.fakes import (
+    events,
+    figure,
+    joined_pair,
+    joined_router,
+    until_health,
+    until_queued,
+)
+from tests.unit.router.raw_client import post, raw_client
 
 PARAMS = {"sampling_params": {"max_new_tokens": 12}}
-
-
-async def until_health(client: httpx.AsyncClient, status: str) -> httpx.Response:
-    async def reached() -> httpx.Response | None:
-        health = await client.get("/health")
-        return health if health.json()["status"] == status else None
-
-    return await eventually(reached)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_failed_before_any_token_is_a_status(model_folder: Path, stream: bool) -> None:
-    async def fail(node: FakeNode, message: Prefill | Decode) -> None:
-        node.send(Failed(message.key, 400, "no such grammar", "regex"))
-
-    async with joined_pair(model_folder, prefill=say_nothing, decode=fail) as (_, _, client):
-        response = await client.post("/generate", json={"text": "a", "stream": stream, **PARAMS})
-        assert response.status_code == 400 and response.json()["error"]["param"] == "regex"
 
 
 async def test_failed_in_mid_stream_is_an_event(model_folder: Path) -> None:
@@ -69,15 +56,12 @@ async def test_one_failure_in_a_batch_names_its_index_and_ends_the_others(model_
         if len(message.work.input_ids) == 2:
             node.send(Failed(message.key, 400, "bad"))
 
-    async with (
-        pair(prefill=say_nothing, decode=fail_the_second) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (_, client),
-    ):
+    async with joined_pair(model_folder, prefill=say_nothing, decode=fail_the_second) as (nodes, _, client):
         response = await client.post("/generate", json={"input_ids": [[1], [1, 2], [1, 2, 3]]})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "prompt 1: bad"
-        await decode.wait_for(Cancel, 2)
-        await prefill.wait_for(Cancel, 3)
+        await nodes[1].wait_for(Cancel, 2)
+        await nodes[0].wait_for(Cancel, 3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -86,19 +70,16 @@ async def test_client_disconnect_cancels_everywhere(model_folder: Path, stream: 
     script = say_nothing if stage == "queued" else one_then_nothing
 
     async with (
-        pair(prefill=script, decode=script) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode]) as (router, client),
+        joined_pair(model_folder, prefill=script, decode=script) as ((prefill, decode), router, client),
+        raw_client(router.http_port) as leaving,
     ):
-        reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-        body = json.dumps({"text": "hello", "stream": stream, **PARAMS}).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        leaving.send(post("/generate", {"text": "hello", "stream": stream, **PARAMS}))
         await decode.wait_for(Decode)
         if stage == "decoding":
             await until_queued(client, 0)
         if stream and stage == "decoding":
-            await reader.readuntil(b"data: ")
-        writer.close()
+            await leaving.read_until(b"data: ")
+        leaving.writer.close()
         assert (await decode.wait_for(Cancel)).key == decode.all(Decode)[0].key
         if stage == "queued":
             await prefill.wait_for(Cancel)
@@ -148,10 +129,9 @@ async def test_a_request_to_an_idle_node_whose_loop_stands_still_goes_on_at_anot
             await tell_story(node, message)
 
     dispatch = DispatchOptions(local_prefill_tokens=0, node_timeout_s=1.2)
-    async with (
-        pair(prefill=say_nothing, decode=tell_what_it_prefills) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
-    ):
+    async with joined_pair(
+        model_folder, prefill=say_nothing, decode=tell_what_it_prefills, dispatch=dispatch
+    ) as ((prefill, decode), _, client):
         prefill.stalled = True
         answer = await client.post("/generate", json={"text": "a", **PARAMS})
         assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 12
@@ -167,13 +147,14 @@ async def test_a_request_to_an_idle_node_whose_loop_stands_still_goes_on_at_anot
 )
 async def test_deadlines(model_folder: Path, script: object, deadline: dict[str, Any]) -> None:
     dispatch = DispatchOptions(local_prefill_tokens=0, **deadline)
-    async with (
-        pair(prefill=say_nothing, decode=script) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], dispatch=dispatch) as (_, client),
+    async with joined_pair(model_folder, prefill=say_nothing, decode=script, dispatch=dispatch) as (
+        nodes,
+        _,
+        client,
     ):
         response = await client.post("/generate", json={"text": "a", **PARAMS})
         assert response.status_code == 408
-        await decode.wait_for(Cancel)
+        await nodes[1].wait_for(Cancel)
         body = {"text": "a", "stream": True, **PARAMS}
         streamed = await client.post("/generate", json=body)
         if script is say_nothing:
@@ -235,24 +216,3 @@ async def test_a_node_that_leaks_is_drained(model_folder: Path) -> None:
         for _ in range(4):
             assert (await client.post("/generate", json={"text": "a", **PARAMS})).status_code == 200
         assert len(leaking.all(Decode)) == 1
-
-
-async def test_shutdown_answers_running_requests_and_tells_the_nodes(model_folder: Path) -> None:
-    async with (
-        pair(prefill=say_nothing, decode=one_then_nothing) as (prefill, decode),
-        new_client() as client,
-    ):
-        async with joined_router(model_folder, [prefill, decode]) as (router, served):
-            url = f"{router.url}/generate"
-            asked = [
-                asyncio.create_task(client.post(url, json={"text": "a", "stream": stream, **PARAMS}))
-                for stream in (False, True)
-            ]
-            await decode.wait_for(Decode, 2)
-            await until_queued(served, 0)
-        whole, streamed = [await response for response in asked]
-        assert whole.status_code == 503
-        assert "shutting down" in whole.json()["error"]["message"]
-        _, error, done = events(streamed.text)
-        assert "shutting down" in error["error"]["message"] and done == "[DONE]"
-        await decode.wait_for(Cancel, 2)

@@ -237,6 +237,15 @@ async def test_bodies_that_are_no_json_object(model_folder: Path) -> None:
                 check_refusal(await client.post(path, content=body), None)
 
 
+async def test_a_body_of_nothing_but_lists_or_fields_is_not_decoded(model_folder: Path) -> None:
+    async with joined_pair(model_folder) as (_, _, client):
+        tiny = b'{"input_ids": [' + b"[1]," * (1 << 18) + b"[1]]}"
+        fields = b"{" + b",".join(b'"%x" :1' % i for i in range((1 << 19) + 1)) + b"}"
+        for body, most in ((tiny, 1 << 18), (fields, 1 << 19)):
+            refused = await client.post("/generate", content=body)
+            assert refused.status_code == 400 and str(most) in refused.text
+
+
 async def test_what_is_taken_as_it_comes(model_folder: Path) -> None:
     """curl -d says that it sends a form; of two fields with one name the last counts; NUL is a character."""
     async with joined_pair(model_folder) as (nodes, _, client):

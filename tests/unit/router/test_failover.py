@@ -22,6 +22,7 @@ from shared.protocol.messages import (
     ReqReport,
     Role,
     Stamp,
+    TokenEntry,
 )
 from shared.timeline import FAILED_OVER
 from tests.unit.router.dispatched import IDS, FakeNode, Fleet, decode_of
@@ -48,10 +49,11 @@ class TestTheNextAttempt:
     def test_a_stream_goes_on_behind_its_last_token(self) -> None:
         fleet = Fleet(2)
         req = fleet.start()
-        first = decode_of(req)
-        fleet.tell(req, 7, 8)
+        first, key = decode_of(req), req.key
+        fleet.tell(req, 7, 8, by=fleet.prefills[0])
         assert req.take() == [7, 8]
         fleet.kill(first)
+        assert Cancel(key) in fleet.prefills[0].sent, "it lets go"
         second = decode_of(req)
         assert second is not first and req.key.attempt == 1
         prefill, decode = fleet.prefills[0].last(Prefill), second.last(Decode)
@@ -69,26 +71,12 @@ class TestTheNextAttempt:
         fleet.tell(req, 10, 11)
         fleet.dispatcher.on_not_cached(first, old)
         assert req.key.attempt == 1 and req.nodes and not counted(fleet) and not req.stamps
+        assert Cancel(old) not in first.sent, "it has let go by itself"
         fleet.tell(req, 5, 6, by=first, key=old, finish=LENGTH)
         fleet.tell(req, 5, 6, key=ReqKey("another router", old.rid, req.key.attempt), finish=LENGTH)
         fleet.fail(req, first, key=old)
         fleet.dispatcher.on_not_cached(first, old)
         assert (req.ended, req.key.attempt, req.output_ids) == (False, 1, [10, 11])
-
-    def test_the_other_node_lets_go(self) -> None:
-        fleet = Fleet(2)
-        req = fleet.start()
-        key = req.key
-        fleet.kill(decode_of(req))
-        assert Cancel(key) in fleet.prefills[0].sent
-
-    def test_a_node_that_has_let_go_by_itself_is_not_told_to(self) -> None:
-        fleet = Fleet(1)
-        fleet.decodes[0].holds(4)
-        req = fleet.start()
-        node, key = decode_of(req), req.key
-        fleet.dispatcher.on_not_cached(node, key)
-        assert req.key.attempt == 1 and Cancel(key) not in node.sent
 
     @pytest.mark.parametrize("how", ["prefill node lost", "prefill node fails", "decode node fails"])
     def test_a_lone_decode_node_prefills(self, how: str) -> None:
@@ -228,6 +216,15 @@ class TestTheNextAttempt:
         assert [known.logprob for known in req.take_logprobs(0, 2)] == [0.0, -1.0]
 
 
+def test_tokens_of_many_sequences_may_come_in_one_message() -> None:
+    fleet = Fleet(1)
+    reqs = [fleet.start() for _ in range(5)]
+    entries = [TokenEntry(req.key, 0, (7 + at,), LENGTH) for at, req in enumerate(reqs)]
+    fleet.dispatcher.on_tokens(fleet.decodes[0], entries)
+    assert [req.output_ids for req in reqs] == [[7], [8], [9], [10], [11]]
+    assert fleet.dispatcher.num_running == 0
+
+
 class TestFailures:
     def test_a_failure_of_the_node_sends_it_elsewhere(self) -> None:
         fleet = Fleet(2)
@@ -246,6 +243,12 @@ class TestFailures:
         fleet.fail(req, fleet.nodes[at], status, param=param)
         assert ended_with(req)[0] == status
         assert [Cancel(req.key) in node.sent for node in fleet.nodes] == [at == 1, at == 0]
+
+    def test_a_router_that_stops_ends_it_and_tells_the_nodes(self) -> None:
+        fleet = Fleet(1)
+        req = fleet.start()
+        fleet.dispatcher.close("shutting down")
+        assert ended_with(req)[0] == 503 and all(Cancel(req.key) in node.sent for node in fleet.nodes)
 
     def test_a_first_token_that_ends_it_cancels_the_decode_node(self) -> None:
         fleet = Fleet(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from router.dispatch.estimate import FETCH_S, FirstToken
@@ -11,6 +13,9 @@ from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
 
 RATE = 1000.0
 """Prompt tokens a second: of IDS, 80 tokens, a page takes 16 ms. FETCH_S are 20 ms."""
+
+FULL: dict[str, Any] = {"num_running": 64, "num_pages": 10, "reserve_wait_s": 60.0}
+"""The load of a decode node that gets no requests."""
 
 
 def linked(lender: FakeNode, *borrowers: FakeNode, **load: float) -> None:
@@ -24,7 +29,7 @@ def fleet(num_prefill: int = 1) -> Fleet:
     fleet = Fleet(2, 0, num_prefill=num_prefill, prefill="ttft", decode="ttft")
     for node in (*fleet.prefills, fleet.decodes[1]):
         linked(node)
-    linked(fleet.decodes[0], *fleet.prefills, num_running=64, num_pages=10, reserve_wait_s=60.0)
+    linked(fleet.decodes[0], *fleet.prefills, **FULL)
     return fleet
 
 
@@ -80,7 +85,7 @@ def test_a_first_token_comes_behind_the_fetch_and_the_queue_whichever_takes_long
 def test_without_a_link_one_is_asked_for_and_the_prompt_is_computed() -> None:
     chosen = fleet()
     chosen.decodes[0].holds(4)
-    linked(chosen.decodes[0], num_running=64, num_pages=10, reserve_wait_s=60.0)
+    linked(chosen.decodes[0], **FULL)
     prefill, (lend,) = lent(chosen)
     assert prefill.source is None and lend.work is None and lend.borrower == chosen.prefills[0].ref
     assert chosen.view.queued_tokens.of(chosen.prefills[0]) == len(IDS)
@@ -90,23 +95,16 @@ def test_a_link_in_the_other_direction_is_none() -> None:
     chosen = fleet()
     chosen.decodes[0].holds(4)
     back = LinkReport(chosen.prefills[0].ref.incarnation, True, "shm")
-    chosen.decodes[0].load = Load(links=(back,), num_running=64, num_pages=10, reserve_wait_s=60.0)
+    chosen.decodes[0].load = Load(links=(back,), **FULL)
     assert lent(chosen)[0].source is None
 
 
-@pytest.mark.parametrize(
-    "why",
-    [
-        "one page",
-        "slow lender",
-        "fast node",
-        "other numerics",
-        "older lender",
-        "older borrower",
-        "here already",
-        "no holder",
-    ],
+NOT_WORTH_IT = (
+    "one page, slow lender, fast node, other numerics, older lender, older borrower, here already, no holder"
 )
+
+
+@pytest.mark.parametrize("why", NOT_WORTH_IT.split(", "))
 def test_pages_that_are_not_worth_it_are_computed(why: str) -> None:
     chosen = fleet()
     prefill, holder = chosen.prefills[0], chosen.decodes[0]
@@ -115,14 +113,7 @@ def test_pages_that_are_not_worth_it_are_computed(why: str) -> None:
         case "one page":
             holder.holds(1)  # 16 ms to compute, 20 ms and more to fetch
         case "slow lender":
-            linked(
-                holder,
-                prefill,
-                kv_bytes_per_s=1024 * RATE,
-                num_running=64,
-                num_pages=10,
-                reserve_wait_s=60.0,
-            )
+            linked(holder, prefill, kv_bytes_per_s=1024 * RATE, **FULL)
         case "fast node":
             linked(prefill)
             prefill.load = Load(prefill_tokens_per_s=4 * PAGE / FETCH_S)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from router.dispatch.node import MAX_FIGURE, believed
 from router.dispatch.placement import POLICIES
-from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqReport, Role, Stamp
+from shared.protocol.messages import Finish, Load, ReqReport, Role, Stamp
 from tests.patience import eventually
 from tests.unit.router.dispatched import Fleet
 from tests.unit.router.fake_node import FakeNode
-from tests.unit.router.fakes import joined_router, pair, write_model
+from tests.unit.router.test_membership import dialled, new_membership
 
 ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1e308)
 
@@ -51,23 +50,21 @@ def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) 
     assert min(got[name] for name in ("p0", "p1", "d000", "d001")) > 0
 
 
-async def test_requests_are_served_and_counted_beside_absurd_figures(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def boast(node: FakeNode, message: Prefill | Decode) -> None:
-        report = ReqReport(-5, (), -1, -1, 1 << 63)
-        node.tokens(message.key, 0, [5, 6], Finish("length"), report)
+async def test_a_load_of_absurd_figures_is_taken_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeNode(Role.DECODE) as fake, new_membership() as (membership, _):
+        fake.load = Load(num_queued_tokens=-(10**6), gen_throughput=math.nan, num_running=2)
+        node = (await dialled(membership, fake)).node
+        assert node is not None
+        await eventually(lambda: node.load_at)
+        assert node.load == Load(progress=node.load.progress, num_running=2)
+    assert 'node=decode-0 figures="gen_throughput=nan, num_queued_tokens=-1e+06"' in caplog.text
 
-    async with pair(decode=boast) as (prefill, decode):
-        prefill.load = Load(num_queued_tokens=-(10**6), prefill_tokens_per_s=math.inf)
-        decode.load = Load(gen_throughput=math.nan, num_pages=-1, reserve_wait_s=math.nan)
-        async with joined_router(write_model(tmp_path), [prefill, decode]) as (_, client):
-            await eventually(lambda: "prefill-0" in caplog.text and "decode-0" in caplog.text)
-            body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
-            answer = await client.post("/generate", json=body)
-            assert (answer.status_code, answer.json()["output_ids"]) == (200, [5, 6])
-    assert 'node=prefill-0 figures="num_queued_tokens=-1e+06, prefill_tokens_per_s=inf"' in caplog.text
-    assert 'node=decode-0 figures="num_pages=-1, gen_throughput=nan, reserve_wait_s=nan"' in caplog.text
+
+def test_a_report_of_absurd_figures_costs_the_request_nothing() -> None:
+    fleet = Fleet(1)
+    req = fleet.start(max_new_tokens=2)
+    fleet.tell(req, 5, 6, finish=Finish("length"), report=ReqReport(-5, (), -1, -1, 1 << 63))
+    assert (req.output_ids, req.error, req.cached_tokens, req.kv_pages_transferred) == ([5, 6], None, 0, 0)
 
 
 @pytest.mark.parametrize("time", ABSURD)

@@ -136,7 +136,8 @@ def test_ports_in_use_and_keys_that_are_not_there() -> None:
         async with Supervisor(config, ()) as supervisor:
             await supervisor.start()
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    # Its owner would share it, as the routers of one supervisor do.
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         port = taken.getsockname()[1]
         none = LocalTopology(0, 0)
         for http_port, control_port, key, message in (

@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import zmq
 import zmq.asyncio
@@ -35,7 +34,7 @@ from shared.protocol.messages import (
 from shared.protocol.security import FleetKey
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fake_node import FakeNode
-from tests.unit.router.fakes import join_socket_of, joined_pair, new_client, serving_router
+from tests.unit.router.fakes import join_socket_of, joined_pair, new_client, serving_router, until_health
 
 
 async def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
@@ -143,27 +142,18 @@ async def say(socket: zmq.asyncio.Socket, message: Announcement) -> None:
     await socket.send(msgspec.msgpack.encode(message))
 
 
-def waiting(model_folder: Path | None, fleet_key: str = "") -> RouterConfig:
-    """Of a router that nodes join by themselves."""
-    return RouterConfig(
-        model=str(model_folder) if model_folder else None,
-        fleet=FleetOptions(local=LocalTopology(0, 0), fleet_key=(fleet_key,) if fleet_key else ()),
-        http=HttpOptions(port=0, served_model_name="tiny"),
-    )
-
-
-async def until_status(client: httpx.AsyncClient, status: str) -> dict[str, Any]:
-    async def reached() -> dict[str, Any] | None:
-        health = (await client.get("/health")).json()
-        return health if health["status"] == status else None
-
-    return await eventually(reached)
+WAITING = RouterConfig(
+    model=None,
+    fleet=FleetOptions(local=LocalTopology(0, 0)),
+    http=HttpOptions(port=0, served_model_name="tiny"),
+)
+"""Of a router that nodes join by themselves."""
 
 
 async def test_a_node_joins_by_itself(model_folder: Path) -> None:
     async with (
-        serving_router(waiting(None)) as router,
-        join_socket_of(router) as control_port,
+        serving_router(WAITING) as router,
+        join_socket_of(router.membership.on_announcement) as control_port,
         FakeNode(Role.DECODE, flags={"model": str(model_folder)}) as decode,
         new_client(router.url) as client,
     ):
@@ -192,9 +182,9 @@ async def test_a_node_joins_by_itself(model_folder: Path) -> None:
             assert (await client.post("/generate", json=body)).status_code == 200
             await decode.stop()
             decode.start(incarnation="b")  # another port, as after a restart
-            await until_status(client, "unavailable")
+            await until_health(client, "unavailable")
             await say(caller, Join(decode.ref, Role.DECODE))
-            assert len((await until_status(client, "ok"))["decode"]) == 1
+            assert len((await until_health(client, "ok")).json()["decode"]) == 1
 
 
 async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> None:
@@ -203,7 +193,7 @@ async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> No
         mute.setblocking(False)
         hosts = [f"127.1.{i // 200}.{i % 200 + 1}" for i in range(400)]
         async with (
-            serving_router(waiting(None)) as router,
+            serving_router(WAITING) as router,
             new_client(router.url) as client,
         ):
             for host in hosts:
@@ -220,21 +210,10 @@ async def test_more_nodes_than_zmq_has_sockets_by_default_can_be_dialled() -> No
             assert not [node for node in nodes if "Too many open files" in node.get("reason", "")]
 
 
-async def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_path: Path) -> None:
-    key_file = tmp_path / "fleet.key"
-    key_file.write_text("a secret of the whole fleet")
-    ours, other = FleetKey.load([str(key_file)]), FleetKey(b"another secret, also long enough")
-
-    context = zmq.asyncio.Context.instance()
-    async with (
-        serving_router(waiting(model_folder, str(key_file))) as router,
-        join_socket_of(router, ours) as control_port,
-        new_client(router.url) as client,
-    ):
-
-        async def names() -> list[str]:
-            return [node["node_id"] for node in (await client.get("/health")).json()["decode"]]
-
+async def test_with_a_fleet_key_strangers_stay_outside() -> None:
+    ours, other = FleetKey(b"a secret of the whole fleet"), FleetKey(b"another secret, also long enough")
+    context, heard = zmq.asyncio.Context.instance(), list[Announcement]()
+    async with join_socket_of(heard.append, ours) as control_port:
         with contextlib.ExitStack() as exits:
             for key, name in ((None, "plain"), (other, "other"), (ours, "ours")):
                 caller = exits.enter_context(context.socket(zmq.DEALER))
@@ -243,6 +222,6 @@ async def test_with_a_fleet_key_strangers_stay_outside(model_folder: Path, tmp_p
                     key.secure_client(caller, "")
                 caller.connect(f"tcp://127.0.0.1:{control_port}")
                 await say(caller, Loading(name, Role.DECODE, "weights", 0.1))
-            await eventually(names)
+            await eventually(lambda: heard)
             await asyncio.sleep(0.3)
-            assert await names() == ["ours"]
+            assert heard == [Loading("ours", Role.DECODE, "weights", 0.1)]

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-from router.http.config import HttpOptions
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
-    Announcement,
     Cancel,
     Decode,
     Join,
     LinkReport,
     Load,
-    Loading,
     NodeRef,
     Peers,
     Role,
@@ -29,7 +23,6 @@ from shared.protocol.messages import (
 from tests.patience import eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
 from tests.unit.router.fakes import (
-    join_socket_of,
     joined_pair,
     joined_router,
     joined_trio,
@@ -165,22 +158,14 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
     model_folder: Path,
 ) -> None:
     async with (
-        contextlib.AsyncExitStack() as exits,
         joined_router(model_folder, [], wait=False) as (router, client),
-        join_socket_of(router) as control_port,
         FakeNode(Role.DECODE) as decode,
     ):
-        caller = exits.enter_context(zmq.asyncio.Context.instance().socket(zmq.DEALER))
-        caller.linger = 0
-        caller.connect(f"tcp://127.0.0.1:{control_port}")
-
-        async def say(message: Announcement) -> None:
-            await caller.send(msgspec.msgpack.encode(message))
-
-        await say(Join(decode.ref, Role.DECODE))
+        say = router.membership.on_announcement
+        say(Join(decode.ref, Role.DECODE))
         await until_states(client, decode_0="alive")
         assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
-        await say(Join(decode.ref, Role.DECODE))
+        say(Join(decode.ref, Role.DECODE))
         await asyncio.sleep(0.2)
         assert await states(client) == {} and len(decode.identities) == 1
 
@@ -191,7 +176,7 @@ async def test_a_removed_node_is_not_let_in_when_it_asks_but_its_next_incarnatio
         # and a restarted node is another one.
         await decode.stop()
         decode.start(incarnation="b")
-        await say(Join(decode.ref, Role.DECODE))
+        say(Join(decode.ref, Role.DECODE))
         await until_states(client, decode_0="alive")
 
 
@@ -271,15 +256,6 @@ async def test_a_node_is_removed_by_the_address_with_which_it_was_added(
         assert await states(client) == {}
 
 
-async def test_a_node_that_has_joined_is_not_loading_any_more(model_folder: Path) -> None:
-    async with joined_router(model_folder, [], wait=False) as (router, client):
-        ref = NodeRef("decode-0", "decode-0#a", "tcp://gone.invalid:7200")
-        router.membership.on_announcement(Loading("decode-0", Role.DECODE, "weights", 1.0))
-        router.membership.on_announcement(Join(ref, Role.DECODE))
-        assert (await client.delete("/fleet/nodes/decode-0")).status_code == 200
-        assert (await client.get("/health")).json()["decode"] == []
-
-
 async def test_what_cannot_be_added_or_removed(model_folder: Path) -> None:
     async with joined_pair(model_folder) as ((_, decode), _, client):
         for body, words in (
@@ -299,29 +275,3 @@ async def test_what_cannot_be_added_or_removed(model_folder: Path) -> None:
             wrong = await client.delete(f"/fleet/nodes/decode-0?drain_timeout_s={seconds}")
             assert wrong.status_code == 400 and "drain_timeout_s" in wrong.json()["error"]["message"]
         assert await states(client) == {"prefill-0": "alive", "decode-0": "alive"}
-
-
-@pytest.mark.parametrize(
-    ("http", "key", "status"),
-    [
-        ({}, None, 200),
-        ({"host": "0.0.0.0"}, None, 403),
-        ({"api_keys": ("client",)}, "client", 403),
-        ({"api_keys": ("client",)}, None, 401),
-        ({"admin_api_keys": ("admin",)}, None, 401),
-        ({"admin_api_keys": ("admin",), "api_keys": ("client",)}, "client", 401),
-        ({"admin_api_keys": ("admin",), "api_keys": ("client",), "host": "0.0.0.0"}, "admin", 200),
-    ],
-)
-async def test_only_administrators_may_change_the_fleet(
-    model_folder: Path, http: dict[str, Any], key: str | None, status: int
-) -> None:
-    options = HttpOptions(port=0, served_model_name="tiny", **http)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with joined_router(model_folder, [], http=options, wait=False) as (_, client):
-        answer = await client.get("/fleet", headers=headers)
-        removal = await client.delete("/fleet/nodes/nobody", headers=headers)
-    assert answer.status_code == status
-    assert removal.status_code == (404 if status == 200 else status)
-    if status == 403:
-        assert "--admin-api-key" in answer.json()["error"]["message"]

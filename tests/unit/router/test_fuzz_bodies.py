@@ -7,44 +7,23 @@ scripted nodes; afterwards, the router holds nothing and serves again. Bodies th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
 
-from router.http.config import DispatchOptions, HttpLimits, HttpOptions
-from router.server import Router
-from shared.protocol.messages import NodeLimits, Role
+from router.http.config import HttpLimits, HttpOptions
+from shared.protocol.messages import NodeLimits
 from tests.patience import PATIENCE_S
-from tests.unit.router.fake_node import FakeNode
-from tests.unit.router.fakes import joined_router
+from tests.unit.router.fakes import joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
-
-T = TypeVar("T")
+from tests.unit.router.test_prompts import EVERYTHING
 
 RID = "fuzzed"
-SAMPLING: dict[str, Any] = {
-    "max_new_tokens": 3,
-    "min_new_tokens": 1,
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "top_k": 5,
-    "min_p": 0.1,
-    "stop": ["fox", "dog"],
-    "stop_regex": "[0-9]+",
-    "stop_token_ids": [7],
-    "n": 2,
-    "logit_bias": {"3": 1.5},
-    "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    "sampling_seed": 3,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1,
-}
 OPENAI: dict[str, Any] = {
     "model": "tiny",
     "max_tokens": 3,
@@ -59,7 +38,7 @@ OPENAI: dict[str, Any] = {
 }
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/generate": [
-        {"text": "a b", "sampling_params": SAMPLING, "rid": RID, "return_timeline": True},
+        {"text": "a b", "sampling_params": EVERYTHING, "rid": RID, "return_timeline": True},
         {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "rid": RID, "stream": True},
         {
             "input_ids": [[1, 2], [3]],
@@ -134,81 +113,47 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Iterator[Any]:
             yield copy
 
 
-@dataclass
-class Service:
-    """A router that runs between examples too, on a loop that only turns within `run`."""
-
-    loop: asyncio.AbstractEventLoop
-    process: Router
-    client: httpx.AsyncClient
-    nodes: list[FakeNode]
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(work)
-
-    async def post(self, path: str, body: bytes) -> None:
-        answer = await self.client.post(path, content=body)
-        assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
-        if answer.status_code != 200:
-            error = answer.json()["error"]
-            assert set(error) == {"message", "type", "code", "param"}
-            assert 0 < len(error["message"]) < 1000
-        elif "text/event-stream" in answer.headers["content-type"]:
-            assert answer.text.endswith("data: [DONE]\n\n")
-            assert '"status": 5' not in answer.text and "internal error" not in answer.text
-
-    async def check_idle(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while self.process._dispatcher.num_running:
-                await asyncio.sleep(0.001)  # a stream lets go right after its last bytes
-            while (good := await self.client.post("/generate", json=GOOD)).status_code != 200:
-                assert "is the name of another request" in good.text, good.text
-        for node in self.nodes:
-            node.heard.clear()
+async def checked_post(client: httpx.AsyncClient, path: str, body: bytes) -> None:
+    answer = await client.post(path, content=body)
+    assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "code", "param"}
+        assert 0 < len(error["message"]) < 1000
+    elif "text/event-stream" in answer.headers["content-type"]:
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"status": 5' not in answer.text and "internal error" not in answer.text
 
 
-@pytest.fixture(scope="module")
-def service(model_folder: Path) -> Iterator[Service]:
-    limits = HttpLimits(max_batch_size=16, max_body_bytes=200_000)
+@asynccontextmanager
+async def fuzzed(model_folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a router that holds nothing, and serves again, at the end."""
+    http = HttpOptions(
+        port=0, served_model_name="tiny", limits=HttpLimits(max_batch_size=16, max_body_bytes=200_000)
+    )
     room = NodeLimits(context_length=256, max_total_num_tokens=80, max_running_requests=8)
-    loop = asyncio.new_event_loop()
-
-    async def enter(exits: contextlib.AsyncExitStack) -> Service:
-        scripts = {Role.PREFILL: scored_first_token, Role.DECODE: scored_story}
-        nodes = [
-            await exits.enter_async_context(FakeNode(role, limits=room, script=scripts[role]))
-            for role in Role
-        ]
-        process, client = await exits.enter_async_context(
-            joined_router(
-                model_folder,
-                nodes,
-                http=HttpOptions(port=0, served_model_name="tiny", limits=limits),
-                dispatch=DispatchOptions(local_prefill_tokens=0),
-            )
-        )
-        return Service(loop, process, client, nodes)
-
-    exits = contextlib.AsyncExitStack()
-    try:
-        yield loop.run_until_complete(enter(exits))
-    finally:
-        loop.run_until_complete(exits.aclose())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
+    scripts: dict[str, Any] = {"prefill": scored_first_token, "decode": scored_story}
+    async with joined_pair(model_folder, limits=room, http=http, **scripts) as (_, router, client):
+        yield client
+        async with asyncio.timeout(PATIENCE_S):
+            while router._dispatcher.num_running:
+                await asyncio.sleep(0.001)  # a stream lets go right after its last bytes
+            while (good := await client.post("/generate", json=GOOD)).status_code != 200:
+                assert "is the name of another request" in good.text, good.text
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_body_whose_value_in_some_place(service: Service, change: str) -> None:
-    for path, bodies in BODIES.items():
-        for body in bodies:
-            for copy in changed(body, CHANGES[change]):
-                service.run(service.post(path, json.dumps(copy).encode()))
-    service.run(service.check_idle())
+async def test_a_body_whose_value_in_some_place(model_folder: Path, change: str) -> None:
+    async with fuzzed(model_folder) as client:
+        for path, bodies in BODIES.items():
+            for body in bodies:
+                for copy in changed(body, CHANGES[change]):
+                    await checked_post(client, path, json.dumps(copy).encode())
 
 
-@pytest.mark.parametrize("path", sorted(BODIES))
-def test_the_bodies_they_start_from_are_right(service: Service, path: str) -> None:
-    for body in BODIES[path]:
-        answer = service.run(service.client.post(path, json=body))
-        assert answer.status_code == 200, answer.text
+async def test_the_bodies_they_start_from_are_right(model_folder: Path) -> None:
+    async with fuzzed(model_folder) as client:
+        for path, bodies in BODIES.items():
+            for body in bodies:
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 200, answer.text

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.protocol.messages import Cancel, Decode, Finish, Prefill
+from shared.protocol.messages import Cancel, Decode, Finish, Prefill, Stop
 from tests.unit.router.fake_node import LIMITS, STORY, FakeNode, byte_level_tokenizer
 from tests.unit.router.fakes import events, joined_pair, until_queued
+from tests.unit.router.scoring import scored_first_token, scored_story
 
 
 def story(num_tokens: int) -> str:
@@ -138,3 +139,60 @@ async def test_abort_keeps_what_was_generated(model_folder: Path) -> None:
         for reason in (answer["meta_info"]["finish_reason"] for answer in answers):
             assert reason["type"] == "abort" and reason["message"] and reason["status_code"] == 499
         await decode.wait_for(Cancel, 4)
+
+
+async def test_a_streamed_batch_with_an_n_and_logprobs_for_each_prompt(model_folder: Path) -> None:
+    async with joined_pair(model_folder, prefill=scored_first_token, decode=scored_story) as (_, _, client):
+        body = {
+            "input_ids": [[1, 2], [3, 4]],
+            "sampling_params": [{"max_new_tokens": 3, "n": 2}, {"max_new_tokens": 2}],
+            "return_logprob": [None, True],
+            "logprob_start_len": [0, 0],
+            "top_logprobs_num": [5, None],
+            "token_ids_logprob": [None, [7, 8]],
+            "stream": True,
+        }
+        *seen, done = events((await client.post("/generate", json=body)).text)
+        assert done == "[DONE]"
+        num_told: dict[int, int] = {}
+        for event in seen:
+            index, ids = event["index"], event["output_ids"]
+            assert len(ids) >= num_told.get(index, 0), "events are cumulative"
+            num_told[index] = len(ids)
+            names = {name for name in event["meta_info"] if "logprobs" in name}
+            scored = {f"{side}_token{what}_logprobs" for side in ("input", "output") for what in ("", "_ids")}
+            assert names == (scored if index == 2 else set())
+        assert num_told == {0: 3, 1: 3, 2: 2}
+
+
+async def test_tokens_of_a_text_and_back(model_folder: Path) -> None:
+    async with joined_pair(model_folder) as (_, _, client):
+        for path in ("/tokenize", "/v1/tokenize"):
+            found = (await client.post(path, json={"prompt": "The quick"})).json()
+            assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 256
+        for path in ("/detokenize", "/v1/detokenize"):
+            ids = found["tokens"] * 1000  # in a thread
+            text = (await client.post(path, json={"tokens": ids})).json()["text"]
+            assert text == "The quick" * 1000
+        many = (await client.post("/tokenize", json={"prompt": ["a", "日本"]})).json()
+        back = await client.post("/detokenize", json={"tokens": many["tokens"]})
+        assert back.json()["text"] == ["a", "日本"] and many["count"] == [len(row) for row in many["tokens"]]
+
+
+async def test_a_stop_string_in_the_middle_of_an_entry_ends_it_there_and_at_the_node(
+    model_folder: Path,
+) -> None:
+    async def endless(node: FakeNode, message: Prefill | Decode) -> None:
+        node.tokens(message.key, 0, node.story[:20])
+
+    async with joined_pair(model_folder, decode=endless) as ((_, decode), _, client):
+        params = {"max_new_tokens": 100, "stop": "fox jumps"}
+        answer = (await client.post("/generate", json={"text": "a", "sampling_params": params})).json()
+        assert answer["text"] == "The quick brown "
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "fox jumps"}
+        ids = answer["output_ids"]
+        assert ids == decode.story[: len(ids)] and "fox jumps" in byte_level_tokenizer().decode(ids)
+        assert "fox jumps" not in byte_level_tokenizer().decode(ids[:-1]), "no token behind it"
+        stop = await decode.wait_for(Stop)
+        assert stop.position == len(ids) == answer["meta_info"]["completion_tokens"]
+        assert not decode.all(Cancel)

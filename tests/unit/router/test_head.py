@@ -52,11 +52,3 @@ async def test_head_ends_where_get_is_endless_and_the_connection_goes_on(model_f
             assert head.startswith(b"HTTP/1.1 200 OK\r\n")
         client.send("GET /health HTTP/1.1\nHost: a\n\n")
         assert (await client.answer()).status == 200
-
-
-async def test_head_needs_the_key_that_get_needs(model_folder: Path) -> None:
-    http = HttpOptions(port=0, served_model_name="tiny", api_keys=("k",))
-    async with joined_pair(model_folder, http=http, wait=False) as (_, _, client):
-        for path, status in (("/", 200), ("/server_info", 401), ("/metrics", 401)):
-            assert (await client.head(path)).status_code == status
-        assert (await client.head("/metrics", headers={"Authorization": "Bearer k"})).status_code == 200

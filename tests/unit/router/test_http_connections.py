@@ -26,16 +26,10 @@ from router.http.connection import (
 from shared.protocol.messages import Cancel, Decode, Finish
 from tests.patience import eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
-from tests.unit.router.fakes import joined_router, pair
-from tests.unit.router.raw_client import RawClient, post, raw_client
+from tests.unit.router.fakes import joined_pair
+from tests.unit.router.raw_client import CHUNKED, GENERATE, PATIENT, STREAM, RawClient, post, raw_client
 
-PATIENT = ConnectionOptions(
-    header_timeout_s=600, body_timeout_s=600, write_timeout_s=600, keep_alive_timeout_s=600
-)
 HEALTH = "GET /health HTTP/1.1\nHost: a\n\n"
-CHUNKED = "POST /generate HTTP/1.1\nHost: a\nTransfer-Encoding: chunked\n"
-GENERATE: dict[str, Any] = {"text": "a fox", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-STREAM = {**GENERATE, "stream": True}
 MAX_BODY_BYTES = 4000
 PIECES = (1 << 20, 700)
 """All at once, and in pieces of so many bytes."""
@@ -50,14 +44,15 @@ async def playing(
     """A router's port and its decode node. No sequence, task or open file may be left in the router afterwards."""
     limits = HttpLimits(max_body_bytes=MAX_BODY_BYTES)
     http = HttpOptions(port=0, served_model_name="tiny", limits=limits, log_requests=log_requests)
-    async with (
-        pair(**scripts) as (prefill, decode),
-        joined_router(model_folder, [prefill, decode], http=http, connections=options) as (router, client),
+    async with joined_pair(model_folder, **scripts, http=http, connections=options) as (
+        nodes,
+        router,
+        client,
     ):
         await client.aclose()
         await asyncio.sleep(0.05)
         before = held()
-        yield router.http_port, decode
+        yield router.http_port, nodes[1]
         await eventually(lambda: not any(now > then for now, then in zip(held(), before, strict=True)))
         assert router._dispatcher.num_running == 0
 
@@ -412,12 +407,3 @@ async def test_a_request_that_offers_an_upgrade_keeps_its_body(model_folder: Pat
             right = Pieces(head(BODY) + BODY, size)
             in_two_segments: list[Step] = [head(body), Then.WAITS, body, HEALTH, 400, 200]
             await converse(port, right, 200, Pieces(head(body) + body, size), 400, *in_two_segments)
-
-
-async def test_gone_with_a_request_still_waiting_behind_a_stream(model_folder: Path) -> None:
-    async with playing(model_folder, decode=one_then_nothing) as (port, decode):
-        async with streaming(port) as client:
-            client.send(HEALTH)
-            await asyncio.sleep(0.05)
-        for work in decode.all(Decode):
-            decode.tokens(work.key, 1, decode.story[1:4], Finish("length"))

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import struct
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
+from router.api.generate_api import GenerateBody
 from router.api.logprobs import NativeLogprobs, ScoredText
+from router.api.openai_bodies import CompletionBody
 from router.dispatch.running_req import RunningReq
 from router.request.generation import Generation
 from router.request.output_text import OutputText
 from router.request.prompt import Prompt
+from router.text.served_model import ServedModel
 from router.text.tokenizer import INLINE_CHARS, Tokenizer
+from shared.errors import RequestError
 from shared.protocol.logprobs import MAX_INPUT_LOGPROBS, LogprobParams, Logprobs
 from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
+from tests.unit.router.bodies import prompts_of
 from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
 from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.sample_tokenizers import KINDS, sample
@@ -61,8 +63,8 @@ def story() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model_folder: Path) -> Tokenizer:
-    return Tokenizer.load(model_folder)
+def tokenizer(model: ServedModel) -> Tokenizer:
+    return model.tokenizer
 
 
 def native(**fields: object) -> dict[str, Any]:
@@ -81,21 +83,6 @@ def test_outputs_only_is_the_default(model_folder: Path, story: list[int]) -> No
     assert meta["output_token_logprobs"] == [[value(i), token, None] for i, token in enumerate(story)]
     assert not [name for name in meta if "top" in name or "ids_logprobs" in name]
     assert prefill.all(Prefill)[0].work.params.logprobs == LogprobParams()
-
-
-async def test_nobody_asks(model_folder: Path) -> None:
-    body = native(return_logprob=False, top_logprobs_num=3, logprob_start_len=0)
-
-    async with joined_pair(model_folder) as (nodes, _, client):
-        meta = (await client.post("/generate", json=body)).json()["meta_info"]
-        assert not [name for name in meta if "logprob" in name]
-        chat = (await client.post("/v1/chat/completions", json={**CHAT, "logprobs": False})).json()
-        assert chat["choices"][0]["logprobs"] is None
-        echo = {"prompt": ["ab", "cd"], "max_tokens": 2, "echo": True, "n": 2}
-        choices = (await client.post("/v1/completions", json=echo)).json()["choices"]
-        assert [choice["text"][:2] for choice in choices] == ["ab", "ab", "cd", "cd"]
-        assert {choice["logprobs"] for choice in choices} == {None}
-        assert {sent.work.params.logprobs for sent in nodes[0].all(Prefill)} == {None}
 
 
 @pytest.mark.parametrize("prefill", [scored_first_token, silent_first_token], ids=["p_first", "d_alone"])
@@ -151,38 +138,8 @@ def test_a_stop_string_ends_the_logprobs_with_the_tokens(model_folder: Path, sto
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
 
 
-def test_a_batch_asks_for_each_prompt(model_folder: Path) -> None:
-    body = native(
-        input_ids=[[1, 2, 3], [4, 5, 6], [7, 8]],
-        return_logprob=[True, False, True],
-        logprob_start_len=[0, 0, -1],
-        top_logprobs_num=[1, 0, 2],
-        token_ids_logprob=[[5], None, [6, 7]],
-        sampling_params={"max_new_tokens": 1},
-    )
-    answers, prefill = run(model_folder, "/generate", body)
-    wanted = {sent.work.input_ids[0]: sent.work.params.logprobs for sent in prefill.all(Prefill)}
-    assert wanted == {1: LogprobParams(0, 1, (5,)), 4: None, 7: LogprobParams(-1, 2, (6, 7))}
-    lengths = [len(a["meta_info"].get("input_token_logprobs", "no")) for a in answers]
-    assert lengths == [3, 2, 0]
-
-
-def test_one_list_of_ids_is_for_every_prompt(model_folder: Path) -> None:
-    body = native(input_ids=[[1, 2], [3, 4]], token_ids_logprob=[5, 6], sampling_params={"max_new_tokens": 1})
-    _, prefill = run(model_folder, "/generate", body)
-    assert [sent.work.params.logprobs for sent in prefill.all(Prefill)] == [LogprobParams(-1, 0, (5, 6))] * 2
-
-
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": NUM_NEW, "logprobs": True}
 COMPLETION = {"prompt": "The quick", "max_tokens": NUM_NEW, "logprobs": 2}
-
-
-@contextlib.asynccontextmanager
-async def roomy(folder: Path) -> AsyncIterator[tuple[FakeNode, httpx.AsyncClient]]:
-    """A client, and the prefill node of two with much room."""
-    scripts: Any = {"prefill": scored_first_token, "decode": scored_story}
-    async with joined_pair(folder, limits=NodeLimits(300_000, 300_000, 8), **scripts) as (nodes, _, client):
-        yield nodes[0], client
 
 
 WIDE = {"top_logprobs_num": 20, "token_ids_logprob": [7] * 983}  # 1024 numbers a token
@@ -199,20 +156,45 @@ TOO_MANY: list[dict[str, Any]] = [
 ]
 
 
-async def test_more_numbers_than_can_be_told_are_refused_here(model_folder: Path) -> None:
-    async with roomy(model_folder) as (prefill, client):
-        for body in TOO_MANY:
-            is_openai = "prompt" in body
-            response = await client.post("/v1/completions" if is_openai else "/generate", json=body)
-            assert response.status_code == 400, response.text
-            assert response.json()["error"]["param"] == ("logprobs" if is_openai else "logprob_start_len")
-        assert not prefill.all(Prefill), "no node was asked"
+@pytest.mark.parametrize("body", TOO_MANY, ids=range(len(TOO_MANY)))
+async def test_more_numbers_than_can_be_told_are_refused_here(
+    model: ServedModel, body: dict[str, Any]
+) -> None:
+    kind, param = (CompletionBody, "logprobs") if "prompt" in body else (GenerateBody, "logprob_start_len")
+    with pytest.raises(RequestError) as refused:
+        await prompts_of(model, kind, body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        (
+            {
+                "return_logprob": [True, False, True],
+                "logprob_start_len": [0, 0, -1],
+                "top_logprobs_num": [1, 0, 2],
+                "token_ids_logprob": [[5], None, [6, 7]],
+            },
+            [LogprobParams(0, 1, (5,)), None, LogprobParams(-1, 2, (6, 7))],
+        ),
+        ({"token_ids_logprob": [5, 6]}, [LogprobParams(-1, 0, (5, 6))] * 3),
+        ({"return_logprob": False, "top_logprobs_num": 3, "logprob_start_len": 0}, [None] * 3),
+    ],
+    ids=["for each prompt", "one list of ids", "not asked for"],
+)
+async def test_what_a_batch_asks_for(
+    model: ServedModel, fields: dict[str, Any], wanted: list[LogprobParams | None]
+) -> None:
+    prompts = await prompts_of(model, GenerateBody, native(input_ids=[[1, 2, 3], [4, 5], [7]], **fields))
+    assert [prompt.work.params.logprobs for prompt in prompts] == wanted
 
 
 async def test_the_most_numbers_fit_into_a_message_and_an_answer(model_folder: Path) -> None:
     """They come from both nodes, four times 2 MiB from each, and are told in one event for each choice."""
     body = native(input_ids=ROW, logprob_start_len=0, sampling_params={"max_new_tokens": 1, "n": 4}, **WIDE)
-    async with roomy(model_folder) as (_, client):
+    scripts: Any = {"prefill": scored_first_token, "decode": scored_story}
+    async with joined_pair(model_folder, limits=NodeLimits(300_000, 300_000, 8), **scripts) as (_, _, client):
         response = await client.post("/generate", json=body, timeout=PATIENCE_S)
         assert response.status_code == 200, response.text
         for answer in response.json():
@@ -384,17 +366,22 @@ class TestCompletions:
             choice = events(answer.text)[0]["choices"][0] if stream else answer.json()["choices"][0]
             assert len(choice["logprobs"]["tokens"]) == 150 + (0 if stream else NUM_NEW)
 
-    @pytest.mark.parametrize("as_ids", [False, True])
-    def test_echo(self, model_folder: Path, story: list[int], tokenizer: Tokenizer, as_ids: bool) -> None:
+    @pytest.mark.parametrize(("as_ids", "num_new"), [(False, NUM_NEW), (True, NUM_NEW), (True, 0), (True, 1)])
+    def test_echo(
+        self, model_folder: Path, story: list[int], tokenizer: Tokenizer, as_ids: bool, num_new: int
+    ) -> None:
+        """As lm-eval scores too, which has one token at most generated, and does not look at it."""
+        story = story[:num_new]
         prompt_ids = byte_level_tokenizer().encode("The quick").ids
-        body = {**COMPLETION, "echo": True, "logprobs": 0, "prompt": prompt_ids if as_ids else "The quick"}
+        body = {**COMPLETION, "echo": True, "logprobs": 0, "max_tokens": num_new}
+        body["prompt"] = prompt_ids if as_ids else "The quick"
         answer, prefill = run(model_folder, "/v1/completions", body)
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]
         assert choice["text"] == byte_level_tokenizer().decode([*prompt_ids, *story])
         assert logprobs["tokens"] == [tokenizer.token_text(token) for token in [*prompt_ids, *story]]
         of_prompt = [value(i - 1000) for i in range(1, len(prompt_ids))]
-        assert logprobs["token_logprobs"] == [None, *of_prompt, *(value(i) for i in range(NUM_NEW))]
+        assert logprobs["token_logprobs"] == [None, *of_prompt, *map(value, range(num_new))]
         assert logprobs["top_logprobs"][0] is None
         for offset, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
             assert choice["text"][offset:].startswith(text)

@@ -23,7 +23,10 @@ from router.nodes.shared_news import SharedNews
 from shared.protocol.channel import ControlThread, Handlers
 from shared.protocol.messages import (
     PROTOCOL_VERSION,
+    CacheEvents,
     Cancel,
+    Failed,
+    Join,
     Leaving,
     Load,
     Loading,
@@ -32,6 +35,8 @@ from shared.protocol.messages import (
     ReqKey,
     Role,
     RouterToNode,
+    TokenEntry,
+    Tokens,
 )
 from shared.protocol.resolver import Resolver
 from shared.protocol.router_port import RouterPort
@@ -106,10 +111,16 @@ def changes_of(membership: Membership, events: Events, **options: float) -> Flee
     return changes
 
 
+def dial(membership: Membership, address: str, role: Role = Role.DECODE, *, pinned: bool = True) -> Member:
+    """A member for which there is room."""
+    member = membership.dial(address, role, pinned=pinned)
+    assert member is not None
+    return member
+
+
 async def dialled(membership: Membership, node: FakeNode) -> Member:
     """Once it is alive."""
-    member = membership.dial(node.ref.address, node.role, pinned=True)
-    assert member is not None
+    member = dial(membership, node.ref.address, node.role)
     await eventually(lambda: member.state is MemberState.ALIVE)
     return member
 
@@ -117,11 +128,8 @@ async def dialled(membership: Membership, node: FakeNode) -> Member:
 async def test_a_name_that_resolves_slowly_costs_no_other_node() -> None:
     names = SlowNames()
     async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, events):
-        late = membership.dial("tcp://slow.example:7200", Role.DECODE, pinned=True)
-        member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-        assert late is not None
-        assert member is not None
-        await eventually(lambda: member.state is MemberState.ALIVE)
+        late = dial(membership, "tcp://slow.example:7200")
+        member = await dialled(membership, node)
         await eventually(lambda: late.state is MemberState.LOST)
         assert late.reason == "slow.example does not resolve: no answer within 1 s"
         assert member.state is MemberState.ALIVE
@@ -142,12 +150,7 @@ async def test_live_nodes_are_sorted_when_one_changes_and_not_for_each_request()
             assert [name for name in every if name in names] == names
             return names
 
-        members = {}
-        for node in (one, other):
-            member = membership.dial(node.ref.address, Role.DECODE, pinned=True)
-            assert member is not None
-            members[node.ref.node_id] = member
-            await eventually(lambda node=node: node.ref.node_id in live())
+        members = {node.node_id: await dialled(membership, node) for node in (one, other)}
         assert live() == ["d0", "d1"]
         assert membership.live(Role.DECODE) is membership.live(Role.DECODE)
         membership.hold(members["d0"], "for a while")
@@ -167,7 +170,7 @@ async def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
         new_membership(timing=timing) as (membership, events),
     ):
         for node in (one, other):
-            assert membership.dial(node.ref.address, Role.PREFILL, pinned=False) is not None
+            dial(membership, node.ref.address, Role.PREFILL, pinned=False)
         await eventually(lambda: len(membership.live(Role.PREFILL)) == 2)
         await one.stop()
         await eventually(lambda: len(membership.members) == 1)
@@ -179,10 +182,13 @@ async def test_the_last_lost_node_of_a_role_is_not_forgotten() -> None:
 
 @pytest.mark.parametrize("incarnation", ["a", "another"])
 async def test_a_slow_node_answers_an_earlier_hello_too(incarnation: str) -> None:
+    """What a node said to the connection before may come over this one too: it knows a router by its name."""
+    key = ReqKey("router", "1")
+    left = [CacheEvents(7, (1, 2), (3,)), Tokens((TokenEntry(key, 0, (1,)),)), Failed(key, 503, "gone")]
     async with FakeNode(Role.DECODE) as node, new_membership() as (membership, events):
         ref = msgspec.structs.replace(node.ref, incarnation=f"{node.ref.node_id}-{incarnation}")
-        node.before_hello = [NodeHello(ref, node.role, node.layout, node.limits, {}, PROTOCOL_VERSION)]
-        assert membership.dial(node.ref.address, Role.DECODE, pinned=True) is not None
+        node.before_hello = [*left, NodeHello(ref, node.role, node.layout, node.limits, {}, PROTOCOL_VERSION)]
+        dial(membership, node.ref.address)
         if incarnation == "a":
             await eventually(lambda: membership.live(Role.DECODE))
             await asyncio.sleep(5 * TIMING.ping_s)
@@ -196,8 +202,7 @@ async def test_a_name_is_looked_up_again_until_it_resolves() -> None:
     async with FakeNode(Role.DECODE) as node, new_membership(names) as (membership, _):
         names.unknown.add("moved.example")
         address = node.ref.address.replace("127.0.0.1", "moved.example")
-        member = membership.dial(address, Role.DECODE, pinned=True)
-        assert member is not None
+        member = dial(membership, address)
         await eventually(lambda: member.state is MemberState.LOST)
         assert member.reason == "moved.example does not resolve: Name or service not known"
         names.unknown.clear()
@@ -213,6 +218,9 @@ async def test_a_node_that_says_nothing_more_is_not_loading() -> None:
         assert membership.why_none(Role.PREFILL).endswith("there is none")
         await eventually(lambda: not membership.loading)
         assert membership.why_none(Role.DECODE) == f"{why}there is none"
+        membership.on_announcement(Loading("d0", Role.DECODE, "loading weights", 1.0))
+        membership.on_announcement(Join(NodeRef("d0", "d0#a", "tcp://gone.invalid:7200"), Role.DECODE))
+        assert not membership.loading, "it has joined"
 
 
 async def test_a_router_that_stops_says_so() -> None:
@@ -293,9 +301,8 @@ async def test_a_node_that_is_refused_does_not_count_on_the_router() -> None:
         new_membership() as (members, _),
     ):
         other.layout = msgspec.structs.replace(other.layout, fingerprint="another model")
-        assert members.dial(node.ref.address, Role.DECODE, pinned=True) is not None
-        await eventually(lambda: members.live(Role.DECODE))
-        assert members.dial(other.ref.address, Role.DECODE, pinned=True) is not None
+        await dialled(members, node)
+        dial(members, other.ref.address)
         await other.wait_for(Leaving)
         assert not node.all(Leaving)
 
@@ -326,11 +333,10 @@ async def test_a_node_with_two_addresses_keeps_one_connection(host: str) -> None
 
     with listening("d0") as (ref, port):
         async with new_membership(SlowNames(), timing) as (members, events):
-            assert members.dial(ref.address, Role.DECODE, pinned=True) is not None
+            dial(members, ref.address)
             await eventually(lambda: members.live(Role.DECODE))
             address = ref.address.replace("127.0.0.1", host)
-            other = members.dial(address, Role.DECODE, pinned=True)
-            assert other is not None
+            other = dial(members, address)
             await eventually(lambda: other.state is MemberState.REFUSED)
             assert other.reason == "node_id: d0 is already here, under another address"
             await eventually(lambda: members.live(Role.DECODE))
@@ -344,9 +350,8 @@ async def test_a_node_with_two_addresses_keeps_one_connection(host: str) -> None
 async def test_an_address_that_another_node_has_now_is_dialled() -> None:
     with listening("d0") as (old, _), listening("d1") as (new, _):
         async with new_membership() as (members, _):
-            assert members.dial(old.address, Role.DECODE, pinned=True) is not None
+            dial(members, old.address)
             await eventually(lambda: members.live(Role.DECODE))
-            moved = members.dial(new.address, Role.DECODE, pinned=True)
-            assert moved is not None
+            moved = dial(members, new.address)
             moved.dialled, moved.incarnation = "tcp://127.0.0.2:1", old.incarnation
             await eventually(lambda: len(members.live(Role.DECODE)) == 2)

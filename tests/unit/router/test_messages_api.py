@@ -12,17 +12,12 @@ import pytest
 from router.http.config import HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill
 from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
-from tests.unit.router.fakes import joined_pair, joined_router, write_model
-from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, HERMES, TEMPLATE, saying, tells
+from tests.unit.router.fakes import joined_pair, joined_router
+from tests.unit.router.test_chat_tools import ARGUMENTS, AUTO, CITY, saying, tells
 from tests.unit.router.test_responses_api import prompt_of
 
 TOOLS: Any = [{"name": "weather", "input_schema": CITY, "cache_control": {"type": "ephemeral"}}]
 ASKED: Any = {"max_tokens": 200, "messages": [{"role": "user", "content": "Warm?"}]}
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("hermes"), chat_template=HERMES)
 
 
 async def test_an_answer_with_thinking_text_and_a_call(hermes: Path) -> None:
@@ -95,8 +90,8 @@ async def test_the_blocks_of_a_conversation_reach_the_template(hermes: Path) -> 
         assert counted.json() == {"input_tokens": len(decode.all(Decode)[-1].work.input_ids)}
 
 
-async def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> None:
-    async with saying(write_model(tmp_path / "plain", chat_template=TEMPLATE), "fine") as (http, _):
+async def test_what_may_have_become_a_stop_comes_at_the_end(chats: Path) -> None:
+    async with saying(chats, "fine") as (http, _):
         for stream in (False, True):
             asked = {**ASKED, "stop_sequences": ["ex"], "stream": stream}
             body = (await http.post("/v1/messages", json=asked)).text
@@ -108,10 +103,9 @@ async def test_what_may_have_become_a_stop_comes_at_the_end(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "arguments"), [('{"city": "Zü', {"city": "Zü"}), ('{"city" 1', {"INVALID_JSON": '{"city" 1'})]
 )
-async def test_a_call_that_is_cut_off(tmp_path: Path, text: str, arguments: dict[str, Any]) -> None:
-    folder = write_model(tmp_path / "plain", chat_template=TEMPLATE)
+async def test_a_call_that_is_cut_off(chats: Path, text: str, arguments: dict[str, Any]) -> None:
     text = f'<tool_call>\n{{"name": "weather", "arguments": {text}'
-    async with saying(folder, text, "length") as (http, _):
+    async with saying(chats, text, "length") as (http, _):
         asked = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather"}}
         answer = (await http.post("/v1/messages", json=asked)).json()
         assert answer["stop_reason"] == "max_tokens"

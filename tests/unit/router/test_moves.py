@@ -300,6 +300,31 @@ def test_a_sequence_that_left_by_an_earlier_move_is_not_awaited_at_the_target_of
     assert moving.req.key.attempt == 3 and moving.req.nodes and Cancel(second) in moving.target.sent
 
 
+def test_a_target_that_lies_ends_the_move_and_not_the_stream() -> None:
+    moving = Moving()
+    moving.from_target(2, -1)
+    assert moving.stays and Cancel(moving.to_key) in moving.target.sent
+    moving.from_source(2, *[6] * 6, finish=LENGTH)
+    assert moving.req.finish == LENGTH and moving.req.output_ids == [10, 11, *[6] * 6]
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_a_source_that_lies_after_the_move_counts_where_its_tokens_are_awaited(awaited: bool) -> None:
+    moving = Moving(logprobs=LogprobParams())
+    moving.from_target(2, *[12] * awaited, knows_logprobs=False)
+    assert moving.req.key == moving.to_key and moving.req.awaits_left is awaited
+    moving.from_source(2, -1)
+    assert (moving.req.key == moving.to_key) is not awaited and not moving.req.ended
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_target_may_lack_logprobs_in_its_first_message_alone(known: bool) -> None:
+    moving = Moving(logprobs=LogprobParams())
+    moving.from_target(2, knows_logprobs=False)
+    moving.from_target(2, 12, knows_logprobs=known)
+    assert (moving.req.key == moving.to_key) is known and not moving.req.ended
+
+
 # --------------------------------------------------------------------------------- how a sequence ends
 def test_a_sequence_that_ends_at_the_source_is_cancelled_at_the_target() -> None:
     moving = Moving()

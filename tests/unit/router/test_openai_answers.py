@@ -103,24 +103,6 @@ async def test_the_likeliest_of_several_are_told(model_folder: Path) -> None:
             assert answer["usage"]["completion_tokens"] == 2 * 4 * 3
 
 
-async def test_scoring_as_lm_eval_asks(model_folder: Path) -> None:
-    """A list of token ids, echoed with logprobs; one token at most is generated, and not looked at."""
-    rows = [[10, 11, 12, 13], [20, 21]]
-    body = {"prompt": rows, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
-    async with joined_pair(model_folder, prefill=scored_first_token, decode=scored_story) as (_, _, client):
-        for max_tokens in (0, 1):
-            answer = (await client.post("/v1/completions", json={**body, "max_tokens": max_tokens})).json()
-            for row, choice in zip(rows, answer["choices"], strict=True):
-                scored = choice["logprobs"]
-                assert len(scored["tokens"]) == len(row) + max_tokens
-                assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
-                assert None not in scored["token_logprobs"][1:]
-                tops = zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True)
-                assert all(logprob in top.values() for logprob, top in tops)
-            assert answer["usage"]["prompt_tokens"] == 6
-            assert answer["usage"]["completion_tokens"] == 2 * max_tokens
-
-
 async def test_models_are_of_the_clients_types(model_folder: Path) -> None:
     async with joined_pair(model_folder) as (_, _, client):
         check(Model, (await client.get("/v1/models/tiny")).json())

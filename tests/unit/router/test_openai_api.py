@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import openai
 import pytest
 
+from router.api.openai_bodies import ChatBody
 from router.http.config import HttpOptions
+from router.text.served_model import ServedModel
+from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill
-from shared.protocol.sampling_params import TokenBias
-from tests.unit.router.fake_node import STORY, byte_level_tokenizer, one_then_nothing
+from tests.unit.router.bodies import prompts_of
+from tests.unit.router.fake_node import byte_level_tokenizer, one_then_nothing
 from tests.unit.router.fakes import events, joined_pair, openai_client, write_model
+from tests.unit.router.test_generate_api import story
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me a story"}]
-
-
-def story(num_tokens: int) -> str:
-    tokenizer = byte_level_tokenizer()
-    return tokenizer.decode(tokenizer.encode(STORY).ids[:num_tokens])
 
 
 async def test_chat(model_folder: Path) -> None:
@@ -40,16 +38,6 @@ async def test_chat(model_folder: Path) -> None:
         assert usage is not None and usage.prompt_tokens == len(sent[0].work.input_ids)
         assert usage.completion_tokens == 18 and usage.prompt_tokens_details.cached_tokens == 2
         assert usage.total_tokens == usage.prompt_tokens + 18
-
-
-@pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
-async def test_what_matched_stays_by_either_name(model_folder: Path, name: str) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        for keep in (False, True):
-            body = {"prompt": "a", "max_tokens": 12, "stop": "fox", name: keep}
-            (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
-            assert choice["matched_stop"] == "fox"
-            assert choice["text"].endswith("fox") == keep
 
 
 @pytest.mark.parametrize("continuous", [False, True])
@@ -97,26 +85,6 @@ async def test_completion_prompts(model_folder: Path, stream: bool) -> None:
             assert texts == dict.fromkeys(range(2 * num_prompts), story(5))
 
 
-async def test_extensions_reach_the_nodes(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (nodes, _, http):
-        async with openai_client(http.base_url) as client:
-            extra = {"ignore_eos": True, "min_tokens": 2, "top_k": 7, "min_p": 0.1, "rid": "mine"}
-            extra |= {"frequency_penalty": 0.5, "presence_penalty": -2, "repetition_penalty": 1.25}
-            extra |= {"logit_bias": {"17": -100, "3": 2.5}}
-            answer = await client.completions.create(
-                model="tiny", prompt="hi", max_tokens=4, top_p=0.5, temperature=0.7, extra_body=extra
-            )
-        params = nodes[1].all(Decode)[0].work.params
-        assert (params.ignore_eos, params.min_new_tokens, params.top_k, params.min_p) == (True, 2, 7, 0.1)
-        assert (params.top_p, params.temperature, params.max_new_tokens) == (0.5, 0.7, 4)
-        penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
-        assert penalties == (0.5, -2.0, 1.25)
-        assert params.logit_bias == (TokenBias(3, 2.5), TokenBias(17, -100.0))
-        assert answer.id == "mine"
-        await http.post("/v1/completions", json={"prompt": "hi"})
-        assert nodes[1].all(Decode)[1].work.params.max_new_tokens == 16  # OpenAI's default
-
-
 @pytest.mark.parametrize("rid", [None, "mine"])
 async def test_abort_by_the_id_of_the_reply(model_folder: Path, rid: str | None) -> None:
     async with joined_pair(model_folder, decode=one_then_nothing) as (nodes, _, http):
@@ -144,21 +112,17 @@ async def test_models(model_folder: Path) -> None:
             await client.completions.create(model="gpt-9", prompt="hi")
 
 
-def test_chat_templates(tmp_path: Path) -> None:
-    async def status(folder: Path, template: Path | None, messages: object) -> tuple[int, str]:
-        http = HttpOptions(port=0, served_model_name="tiny", chat_template=template)
-        async with joined_pair(folder, http=http) as (nodes, _, client):
-            response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
-            sent = nodes[0].all(Prefill)
-            prompt = byte_level_tokenizer().decode(list(sent[0].work.input_ids)) if sent else ""
-            return response.status_code, prompt if sent else response.json()["error"]["message"]
+async def test_chat_templates(tmp_path: Path) -> None:
+    async def prompt(template: Path | None = None) -> str:
+        model = ServedModel.load("tiny", folder, HttpOptions(chat_template=template))
+        (prompt,) = await prompts_of(model, ChatBody, {"messages": MESSAGES})
+        return byte_level_tokenizer().decode(list(prompt.work.input_ids))
 
-    plain = write_model(tmp_path / "plain", chat_template=None)
-    code, message = asyncio.run(status(plain, None, MESSAGES))
-    assert code == 400 and "--chat-template" in message
-    override = tmp_path / "override.jinja"
+    folder, override = write_model(tmp_path / "plain", chat_template=None), tmp_path / "override.jinja"
+    with pytest.raises(RequestError, match="--chat-template"):
+        await prompt()
     override.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}")
-    assert asyncio.run(status(plain, override, MESSAGES)) == (200, "[be brief][tell me a story]")
-    (plain / "chat_template.jinja").write_text("{{ raise_exception('no system message please') }}")
-    code, message = asyncio.run(status(plain, None, MESSAGES))
-    assert code == 400 and "no system message please" in message
+    assert await prompt(override) == "[be brief][tell me a story]"
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system message please') }}")
+    with pytest.raises(RequestError, match="no system message please"):
+        await prompt()

@@ -13,13 +13,16 @@ import jsonschema_rs
 import pytest
 
 from router.http.config import HttpOptions
-from tests.unit.router.described import Described
-from tests.unit.router.fakes import joined_pair
+from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 
 JUDGED = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5]}
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASKED: dict[str, Any] = {"messages": HI, "max_tokens": 9}
+FORCED = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}
+ANY_CALL = {**ASKED, "tools": TOOLS, "tool_choice": "required", "stream": True}
 CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("POST", "/generate", {"text": "hi"}, 200),
     ("PUT", "/generate", {"text": ["hi", "you"], "sampling_params": {"n": 2}}, 200),
@@ -28,52 +31,17 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("POST", "/generate", {"text": ["hello", "you"], **JUDGED}, 200),
     ("POST", "/generate", {"text": "hello", "stream": True, "return_text_in_logprobs": True, **JUDGED}, 200),
     ("POST", "/generate", {"text": 5}, 400),
-    ("POST", "/v1/completions", {"prompt": "hi", "n": 2, "best_of": 3}, 200),
-    (
-        "POST",
-        "/v1/completions",
-        {"prompt": ["a", "b"], "echo": True, "logprobs": 2, "return_timeline": True},
-        200,
-    ),
-    (
-        "POST",
-        "/v1/completions",
-        {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
-        200,
-    ),
-    ("POST", "/v1/completions", {"prompt": "hi", "model": "gpt-9"}, 404),
-    ("POST", "/v1/completions", {"prompt": "hi", "n": 0}, 400),
-    ("POST", "/v1/chat/completions", {"messages": HI}, 200),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {
-            "messages": HI,
-            "max_tokens": 9,
-            "tools": TOOLS,
-            "tool_choice": {"type": "function", "function": {"name": "f"}},
-        },
-        200,
-    ),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {"messages": HI, "max_tokens": 9, "tools": TOOLS, "tool_choice": "required", "stream": True},
-        200,
-    ),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {"messages": HI, "max_tokens": 5, "stream": True, "stream_options": {"continuous_usage_stats": True}},
-        200,
-    ),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {"messages": HI, "max_tokens": 5, "logprobs": True, "top_logprobs": 2},
-        200,
-    ),
-    ("POST", "/v1/chat/completions", {"messages": []}, 400),
+    ("POST", COMPLETIONS, {"prompt": "hi", "n": 2, "best_of": 3}, 200),
+    ("POST", COMPLETIONS, {"prompt": ["a", "b"], "echo": True, "logprobs": 2, "return_timeline": True}, 200),
+    ("POST", COMPLETIONS, {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}}, 200),
+    ("POST", COMPLETIONS, {"prompt": "hi", "model": "gpt-9"}, 404),
+    ("POST", COMPLETIONS, {"prompt": "hi", "n": 0}, 400),
+    ("POST", CHAT, {"messages": HI}, 200),
+    ("POST", CHAT, FORCED, 200),
+    ("POST", CHAT, ANY_CALL, 200),
+    ("POST", CHAT, {**ASKED, "stream": True, "stream_options": {"continuous_usage_stats": True}}, 200),
+    ("POST", CHAT, {**ASKED, "logprobs": True, "top_logprobs": 2}, 200),
+    ("POST", CHAT, {"messages": []}, 400),
     ("POST", "/v1/responses", {"input": "hi", "max_output_tokens": 9}, 200),
     ("POST", "/v1/responses", {"input": []}, 400),
     ("POST", "/v1/messages", {"messages": HI, "max_tokens": 9}, 200),
@@ -110,6 +78,51 @@ CALLS: list[tuple[str, str, dict[str, Any] | None, int]] = [
     ("DELETE", "/fleet/nodes/nobody", None, 404),
     ("DELETE", "/fleet/nodes/nobody?drain_timeout_s=-1", None, 400),
 ]
+
+
+class Described:
+    """The OpenAPI document of a router, to hold answers against."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+
+    def operations(self) -> list[tuple[str, str]]:
+        return [(m.upper(), path) for path, methods in self.document["paths"].items() for m in methods]
+
+    def operation(self, method: str, path: str) -> dict[str, Any]:
+        return self.document["paths"][path][method.lower()]
+
+    def events(self, method: str, path: str) -> dict[str, Any]:
+        content = self.operation(method, path)["responses"]["200"]["content"]
+        data = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
+        assert data[0] == {"const": "[DONE]"}
+        return data[1]["contentSchema"]
+
+    def fits(self, schema: dict[str, Any], value: object) -> None:
+        whole = {"allOf": [schema], "components": self.document["components"]}
+        jsonschema_rs.validator_for(whole).validate(value)
+
+    def check_body(self, method: str, path: str, body: object) -> None:
+        content = self.operation(method, path)["requestBody"]["content"]["application/json"]
+        self.fits(content["schema"], body)
+
+    def check(self, method: str, path: str, response: httpx.Response) -> None:
+        """The status is one of the route's, and the answer, or each event of a stream, has its shape."""
+        described = self.operation(method, path)["responses"]
+        status = str(response.status_code)
+        content = (described.get(status) or described[f"{status[0]}XX"])["content"]
+        media_type = response.headers["content-type"]
+        media = content.get(media_type) or content[media_type.partition(";")[0]]
+        if media_type.startswith("text/event-stream"):
+            *told, done = events(response.text)
+            assert told and done == "[DONE]"
+            for event in told:
+                assert "error" not in event
+                self.fits(self.events(method, path), event)
+        elif media_type == "application/json":
+            self.fits(media["schema"], response.json())
+        else:
+            assert media["schema"] == {"type": "string"}
 
 
 @asynccontextmanager

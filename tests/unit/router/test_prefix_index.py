@@ -9,17 +9,6 @@ from shared.protocol.messages import CacheEvents
 A, B, C = 11, 22, 33
 
 
-def test_blocks_count_from_the_start_and_end_at_the_first_that_is_missing() -> None:
-    index = PrefixIndex()
-    assert index.apply(CacheEvents(0, (A, C), (), reset=True))
-    assert index.num_blocks([A, B, C]) == 1
-    assert index.apply(CacheEvents(1, (B,), ()))
-    assert index.num_blocks([A, B, C]) == 3
-    assert index.apply(CacheEvents(2, (), (A,)))
-    assert index.num_blocks([A, B, C]) == 0
-    assert index.num_blocks([]) == 0
-
-
 def test_nothing_is_known_before_everything_was_sent() -> None:
     index = PrefixIndex()
     assert index.apply(CacheEvents(7, (A,), ()))  # asked for already: by RouterHello

@@ -6,17 +6,18 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from tests.patience import PATIENCE_S, until
+from tests.processes import free_port
 from tests.unit.router.stub_node import HOLD, write_packages
 
 PLAIN = False  # there is no TLS: a client for every request need not read certificates
@@ -236,31 +237,10 @@ def test_demo(start: Start) -> None:
     assert "transferring" in router.stdout
 
 
-@pytest.mark.parametrize("num_routers", [1, 2])
-def test_a_port_in_use(start: Start, num_routers: int) -> None:
-    """Also one whose owner would share it, as two routers of one supervisor do."""
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, num_routers == 2)
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        router = start("--port", port, "--router-workers", str(num_routers))
-        assert router.end() == 2
-    assert "choose another --port" in router.stderr and not router.children
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--chat-template", "/no/such/template"),
-        ("--model", "/no/such/model"),
-        ("--api-key-file", "/no/such/keys"),
-    ],
-)
-def test_a_wrong_flag_starts_no_node(start: Start, flags: tuple[str, str]) -> None:
-    router = start("--router-workers", "2", *flags)
+def test_a_wrong_flag_starts_no_node(start: Start) -> None:
+    router = start("--router-workers", "2", "--api-key-file", "/no/such/keys")
     assert router.end() == 2, router.stderr
-    assert router.stderr.count("router: error:") == 1 and flags[1] in router.stderr
+    assert router.stderr.count("router: error:") == 1 and "/no/such/keys" in router.stderr
     assert "node_started" not in router.stderr
 
 
@@ -274,6 +254,33 @@ def test_a_router_that_dies_before_its_nodes_come_is_started_again(start: Start)
     assert router.end() == 0
 
 
-def test_two_routers_on_one_machine(start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 8001)):  # what used to be the default control port is taken
-        assert len({router.until_serving() for router in [start(), start()]}) == 2
+# --------------------------------------------------------------------------------- several router processes
+def test_router_processes_share_a_port_and_each_has_its_own(start: Start) -> None:
+    first_port = free_port()
+    router = start("--router-workers", "2", "--prometheus-port", str(first_port), *SHORT_DRAIN)
+    url = router.until_serving()
+    router.until_logged("router_is_ready", 2)
+    assert router.stdout.count("Serving ") == 1 and len(router.children) == 4
+
+    def info(port: str | int) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{port}/server_info"
+        told: dict[str, Any] = httpx.get(url, timeout=PATIENCE_S, verify=PLAIN).json()
+        return told
+
+    infos = [info(first_port + index) for index in range(2)]
+    assert [(one["router_index"], one["prometheus_port"]) for one in infos] == [
+        (index, first_port + index) for index in range(2)
+    ]
+    shared = url.rpartition(":")[2]
+    seen = {info(shared)["router_index"] for _ in range(40)}  # all are for one with a probability of 2 ** -39
+    assert seen == {0, 1}
+    router.process.kill()
+    router.end()
+    router.assert_no_orphan()
+
+
+def test_a_supervisor_that_starts_waits_for_nothing_when_told_to_stop(start: Start) -> None:
+    router = start("--router-workers", "2", "--stop-timeout-s", "100", *SHORT_DRAIN)
+    router.until_logged("router_started router=0")
+    router.process.terminate()
+    assert router.end() == 0 and "router_killed" not in router.stderr

@@ -226,37 +226,11 @@ def test_a_checkpoint_may_describe_its_answers_itself(text: str, expected: Read)
 
 
 PARTS = [
-    *(
-        "<think>",
-        "</think>",
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        "\\",
-        ":",
-        ",",
-        ";",
-        "<",
-        ">",
-        " ",
-        "\n",
-        "a",
-        "é",
-        "3",
-        "null",
-    ),
-    *('{"name": "get"', ', "arguments": ', '{"n": 1}', "get", "functions.get:0", "[ARGS]", "```json\n"),
-    *(
-        "<function=get>",
-        "</function>",
-        "<parameter=n>",
-        "</parameter>",
-        "<arg_key>n</arg_key>",
-        "<arg_value>",
-    ),
-    *("</arg_value>", '<invoke name="get">', "</invoke>", '<parameter name="n">'),
+    *("<think>", "</think>", "{", "}", "[", "]", '"', "\\", ":", ",", ";", "<", ">", "a", "é", "3", "null"),
+    *(" ", "\n", '{"name": "get"', ', "arguments": ', '{"n": 1}', "get", "functions.get:0", "[ARGS]"),
+    *("```json\n", "<function=get>", "</function>", "<parameter=n>", "</parameter>"),
+    *("<arg_key>n</arg_key>", "<arg_value>", "</arg_value>"),
+    *('<invoke name="get">', "</invoke>", '<parameter name="n">'),
 ]
 
 
@@ -274,9 +248,12 @@ def test_whatever_a_model_writes_is_read_alike_in_any_cut(family: str) -> None:
     check()
 
 
+def hermes_regions(*, reasons: bool = False) -> ReplyRegions:
+    return ReplyRegions(form=reply_formats()["hermes"], has_calls=True, reasons=reasons, in_reasoning=False)
+
+
 def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
-    regions = ReplyRegions(form=reply_formats()["hermes"], has_calls=True, reasons=False, in_reasoning=False)
-    reader = regions.reader()
+    reader = hermes_regions().reader()
     pieces = ('<tool_call>{"name": "get", "arg', 'uments": {"s": "a', "b", 'c"}}', "</tool_call>")
     told = [[(call.name, call.arguments) for call in reader.feed([piece]).calls] for piece in pieces]
     assert told == [[], [("get", '{"s": "a')], [(None, "b")], [(None, 'c"}')], []]
@@ -285,7 +262,7 @@ def test_the_arguments_of_a_call_are_told_as_they_come() -> None:
 @pytest.mark.parametrize("at", range(30, 59))
 def test_the_arguments_of_a_call_that_is_cut_off_are_told_as_far_as_they_came(at: int) -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": {"b": "}"}, "c'[:at]
-    regions = ReplyRegions(form=reply_formats()["hermes"], has_calls=True, reasons=False, in_reasoning=False)
+    regions = hermes_regions()
     for pieces in ([text], [*text]):
         reader = regions.reader()
         told = [*(reader.feed([piece]) for piece in pieces), reader.feed([], "", is_cut=True)]
@@ -297,9 +274,7 @@ def test_a_long_text_that_is_no_call_is_searched_for_one_within_bounds() -> None
     """The head of a call in JSON is looked for again with each piece, so it has a bound: the same in any cut."""
     for length, is_told_early in ((100, True), (_MAX_HEAD_CHARS, False)):
         text = f'<tool_call>{{"id": "{"x" * length}", "name": "f", "arguments": {{"a": 1}}'
-        regions = ReplyRegions(
-            form=reply_formats()["hermes"], has_calls=True, reasons=False, in_reasoning=False
-        )
+        regions = hermes_regions()
         for pieces in ([text], [*text]):
             reader = regions.reader()
             assert any(reader.feed([piece]).calls for piece in pieces) == is_told_early
@@ -307,8 +282,7 @@ def test_a_long_text_that_is_no_call_is_searched_for_one_within_bounds() -> None
 
 
 def test_nothing_but_what_may_become_a_call_is_held_back() -> None:
-    regions = ReplyRegions(form=reply_formats()["hermes"], has_calls=True, reasons=True, in_reasoning=False)
-    reader = regions.reader()
+    reader = hermes_regions(reasons=True).reader()
     assert [reader.feed([piece]).content for piece in ("a", "b <t", "o b", " ", "c")] == [
         "a",
         "b",

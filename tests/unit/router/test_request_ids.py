@@ -6,15 +6,12 @@ import asyncio
 import re
 from pathlib import Path
 
-import httpx
-import openai
 import pytest
 
 from router.http.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode
-from tests.patience import eventually
-from tests.unit.router.fake_node import one_then_nothing, say_nothing
-from tests.unit.router.fakes import joined_pair, joined_router, openai_client
+from tests.unit.router.fake_node import say_nothing
+from tests.unit.router.fakes import joined_pair, joined_router
 
 HEADER = "x-request-id"
 RANDOM = re.compile(r"[0-9a-f]{32}")
@@ -95,62 +92,14 @@ async def test_one_that_is_not_valid_is_replaced(model_folder: Path) -> None:
 
 async def test_a_retry_may_repeat_it_while_the_first_attempt_runs(model_folder: Path) -> None:
     async with joined_pair(model_folder, prefill=say_nothing, decode=say_nothing) as (nodes, _, client):
-
-        def ask(headers: dict[str, str], **body: object) -> asyncio.Task[httpx.Response]:
-            return asyncio.create_task(client.post("/generate", json={"text": "a", **body}, headers=headers))
-
-        attempts = [ask({HEADER: "same"}) for _ in range(2)]
+        body = {"text": "a"}
+        attempts = [
+            asyncio.create_task(client.post("/generate", json=body, headers={HEADER: "same"})) for _ in "ab"
+        ]
         await nodes[1].wait_for(Decode, 2)
-        # a rid in the body claims its name, whoever has it already
-        claimed = await ask({}, rid="same")
-        assert claimed.status_code == 400 and "'same'" in claimed.json()["error"]["message"]
-        owner = ask({}, rid="owned")
-        await nodes[1].wait_for(Decode, 3)
-        assert (await ask({}, rid="owned")).status_code == 400
-        attempts.append(ask({HEADER: "owned"}))
-        await nodes[1].wait_for(Decode, 4)
-        for rid in ("same", "owned"):
-            aborted = await client.post("/abort_request", json={"rid": rid})
-            assert aborted.json()["aborted"] == 2
-        for answer in await asyncio.gather(*attempts, owner):
+        claimed = await client.post("/generate", json={**body, "rid": "same"})
+        assert (claimed.status_code, claimed.json()["error"]["param"]) == (400, "rid"), "it is in use already"
+        aborted = await client.post("/abort_request", json={"rid": "same"})
+        assert aborted.json()["aborted"] == 2
+        for answer in await asyncio.gather(*attempts):
             assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
-        again = ask({}, rid="same")
-        await nodes[1].wait_for(Decode, 5)
-        assert (await client.post("/abort_request", json={"rid": "same"})).json()["aborted"] == 1
-        assert (await again).status_code == 200
-
-
-async def test_the_first_to_end_leaves_the_name_to_the_other(model_folder: Path) -> None:
-    async def num_aborted(client: httpx.AsyncClient) -> float:
-        found = re.search(r"num_aborted_requests_total{.*} (\S+)", (await client.get("/metrics")).text)
-        assert found
-        return float(found[1])
-
-    async with joined_pair(model_folder, prefill=one_then_nothing, decode=one_then_nothing) as (_, _, client):
-        headers, body = {HEADER: "same"}, {"text": "a", "stream": True}
-        async with client.stream("POST", "/generate", json=body, headers=headers) as second:
-            events = second.aiter_lines()
-            assert (await anext(events)).startswith("data: ")
-            async with client.stream("POST", "/generate", json=body, headers=headers) as first:
-                assert (await anext(first.aiter_lines())).startswith("data: ")
-            await eventually(lambda: num_aborted(client))
-            assert (await client.post("/generate", json={"text": "b", "rid": "same"})).status_code == 400
-            assert (await client.post("/abort_request", json={"rid": "same"})).json()["aborted"] == 1
-            rest = [line async for line in events if line]
-            assert '"abort"' in rest[-2] and rest[-1] == "data: [DONE]"
-
-
-async def test_the_openai_client_finds_it(model_folder: Path) -> None:
-    async with (
-        joined_pair(model_folder) as (_, router, _),
-        openai_client(router.url) as client,
-    ):
-        named = await client.completions.create(model="tiny", prompt="a", extra_headers={HEADER: "t-1"})
-        assert (named._request_id, named.id) == ("t-1", "t-1")
-        unnamed = await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "a"}]
-        )
-        assert RANDOM.fullmatch(unnamed._request_id or "")
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.completions.create(model="tiny", prompt="a", n=0, extra_headers={HEADER: "t-2"})
-        assert caught.value.request_id == "t-2"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import shlex
 import time
@@ -21,6 +20,7 @@ from shared.protocol.sampling_params import SamplingParams
 from tests.patience import eventually
 from tests.unit.router.fake_node import FakeNode, one_then_nothing, say_nothing
 from tests.unit.router.fakes import joined_pair, joined_router
+from tests.unit.router.raw_client import post, raw_client
 
 LOGGED = HttpOptions(port=0, served_model_name="tiny", log_requests=True)
 SECRET = "xyzzy"
@@ -202,13 +202,11 @@ async def test_a_client_that_goes_and_a_node_that_fails(model_folder: Path, told
 
     async with joined_pair(model_folder, prefill=fail, decode=fail, http=LOGGED) as (nodes, router, client):
         before = len(told.events)
-        body = json.dumps({**BODY, "stream": stream}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", router.http_port)
-        writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        if stream:
-            await reader.readuntil(b"data: ")
-        await nodes[1].wait_for(Decode)
-        writer.close()
+        async with raw_client(router.http_port) as leaving:
+            leaving.send(post("/generate", {**BODY, "stream": stream}))
+            if stream:
+                await leaving.read_until(b"data: ")
+            await nodes[1].wait_for(Decode)
         event = await told.last(before + 1)
         assert event["disconnected"] == "True" and event["finish"] == "error:499"
         assert event["status"] == ("200" if stream else "499")

@@ -112,17 +112,6 @@ async def test_a_node_that_leaves_before_it_answers_again_has_left_for_the_role(
         assert (await running).status_code == 200
 
 
-async def test_a_node_that_dies_before_it_answers_has_not_left_for_the_role(model_folder: Path) -> None:
-    async with joined_trio(model_folder) as ((_, decode, _), _, client):
-        decode.hears_roles = False
-        changing = asyncio.create_task(set_role(client, "decode-0", "prefill"))
-        await decode.wait_for(SetRole)
-        await decode.stop()
-        refused = await changing
-        assert refused.status_code == 409
-        assert "it was lost before it answered" in refused.text
-
-
 @pytest.mark.parametrize("is_pinned", [True, False])
 async def test_a_node_that_has_left_for_its_role_is_not_removed(model_folder: Path, is_pinned: bool) -> None:
     async with joined_trio(model_folder) as ((_, decode, _), router, client):
@@ -169,10 +158,9 @@ async def test_a_node_that_is_lost_answers_for_no_other() -> None:
         new_membership() as (membership, events),
     ):
         changes_of(membership, events)
-        for fake, role in ((lost, Role.PREFILL), (other, Role.DECODE)):
-            membership.dial(fake.ref.address, role, pinned=True)
+        for fake in (lost, other):
+            await dialled(membership, fake)
             fake.hears_roles = False
-        await eventually(lambda: len(membership.all_live()) == 2)
         call = membership.call(lambda call_id: SetRole(call_id, Role.DECODE, 0.0), PATIENCE_S)
         calling = asyncio.create_task(call)
         await lost.wait_for(SetRole)
@@ -187,9 +175,8 @@ async def test_a_node_that_is_lost_answers_for_no_other() -> None:
 
 async def test_all_routers_let_the_node_go_before_it_leaves(model_folder: Path) -> None:
     async with (
-        pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as second,
-        two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        two_routers(model_folder, second) as ((prefill, decode), one, other),
     ):
         release = wait_before_story(decode)
         running = asyncio.create_task(other.post("/generate", json=BODY))
@@ -253,9 +240,8 @@ async def test_two_decode_nodes_do_not_leave_at_the_same_time(model_folder: Path
 async def test_a_change_and_a_removal(model_folder: Path) -> None:
     """Of a node that takes another role, the removal holds; a node that is being removed takes no role."""
     async with (
-        pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as second,
-        two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        two_routers(model_folder, second) as ((_, decode), one, other),
     ):
         release = wait_before_story(decode)
         running = asyncio.create_task(other.post("/generate", json=BODY))

@@ -12,26 +12,27 @@ import httpx
 import pytest
 
 from router.nodes.shared_news import MAX_REMEMBERED, SharedNews
-from router.server import Router
 from shared.protocol.messages import AbortedReqs, AddedNode, Decode, Relay, RemovedNode, Role, RouterNews
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
-from tests.unit.router.fakes import joined_router, pair, states, until_states, wait_before_story
+from tests.unit.router.fakes import joined_pair, joined_router, states, until_states, wait_before_story
 
-Served = tuple[Router, httpx.AsyncClient]
 BODY = {"text": "The quick brown fox", "sampling_params": {"max_new_tokens": 8}}
 
 
 @contextlib.asynccontextmanager
-async def two_routers(folder: Path, nodes: list[FakeNode]) -> AsyncIterator[tuple[Served, Served]]:
-    async with joined_router(folder, nodes) as one, joined_router(folder, nodes) as other:
-        yield one, other
+async def two_routers(
+    folder: Path, *others: FakeNode, **scripts: object
+) -> AsyncIterator[tuple[tuple[FakeNode, FakeNode], httpx.AsyncClient, httpx.AsyncClient]]:
+    """One node of each role and `others`, and clients of two routers that are joined to them."""
+    async with (
+        joined_pair(folder, *others, **scripts) as (nodes, _, one),
+        joined_router(folder, [*nodes, *others]) as (_, other),
+    ):
+        yield nodes, one, other
 
 
 async def test_an_abort_by_rid_reaches_the_other_router(model_folder: Path) -> None:
-    async with (
-        pair(decode=one_then_nothing) as (prefill, decode),
-        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
-    ):
+    async with two_routers(model_folder, decode=one_then_nothing) as ((prefill, decode), one, other):
         asked = [
             asyncio.create_task(client.post("/generate", json={"text": "a", "rid": rid}))
             for client, rid in ((one, "mine"), (other, "theirs"), (other, "spared"))
@@ -91,9 +92,8 @@ async def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_l
     model_folder: Path,
 ) -> None:
     async with (
-        pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as second,
-        two_routers(model_folder, [prefill, decode, second]) as ((_, one), (_, other)),
+        two_routers(model_folder, second) as ((prefill, decode), one, other),
     ):
         release = wait_before_story(decode, second)
         running = [asyncio.create_task(other.post("/generate", json=BODY)) for _ in range(2)]
@@ -123,10 +123,7 @@ async def test_a_drained_node_is_drained_by_all_routers_and_by_those_that_come_l
 
 
 async def test_the_time_of_a_drain_is_the_same_everywhere(model_folder: Path) -> None:
-    async with (
-        pair(decode=one_then_nothing) as (prefill, decode),
-        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
-    ):
+    async with two_routers(model_folder, decode=one_then_nothing) as ((_, decode), one, other):
         running = asyncio.create_task(other.post("/generate", json=BODY))
         await decode.wait_for(Decode)
         assert (await one.delete("/fleet/nodes/decode-0?drain_timeout_s=0.2")).status_code == 200
@@ -137,9 +134,8 @@ async def test_the_time_of_a_drain_is_the_same_everywhere(model_folder: Path) ->
 
 async def test_an_added_node_is_added_by_all_routers_and_by_those_that_come_later(model_folder: Path) -> None:
     async with (
-        pair() as (prefill, decode),
         FakeNode(Role.DECODE, "decode-1") as added,
-        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
+        two_routers(model_folder) as ((prefill, _), one, other),
     ):
         address = {"role": "decode", "address": added.address}
         assert (await one.post("/fleet/nodes", json=address)).status_code == 200
@@ -159,10 +155,7 @@ async def test_an_added_node_is_added_by_all_routers_and_by_those_that_come_late
 
 
 async def test_a_node_that_is_added_again_stays_where_it_is_still_drained(model_folder: Path) -> None:
-    async with (
-        pair(decode=one_then_nothing) as (prefill, decode),
-        two_routers(model_folder, [prefill, decode]) as ((_, one), (_, other)),
-    ):
+    async with two_routers(model_folder, decode=one_then_nothing) as ((_, decode), one, other):
         running = asyncio.create_task(other.post("/generate", json={**BODY, "rid": "long"}))
         await decode.wait_for(Decode)
         removing = asyncio.create_task(other.delete("/fleet/nodes/decode-0?drain_timeout_s=500"))

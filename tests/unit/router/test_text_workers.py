@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.fleet_view import WaitingQueue
-from router.dispatch.running_req import RunningReq
 from router.request.admission import Admissions
 from router.request.generation import Generator
 from router.request.prompt import AnswerOptions, Prompt
 from router.text.tokenizer import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, Tokenizer
-from shared.protocol.messages import Prefill, ReqKey, Work
+from shared.protocol.messages import NodeLimits, Prefill, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
+from tests.unit.router.dispatched import Fleet
 from tests.unit.router.fakes import joined_pair, until_queued, write_model
 from tests.unit.router.sample_tokenizers import KINDS, TEXTS, sample
 
@@ -132,7 +128,7 @@ async def test_long_texts_go_through_calls_that_let_the_gil_go(kind: str) -> Non
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "fox " * LONG}]}),
     ],
 )
-async def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
+async def test_a_request_whose_prompt_waits_can_be_called_off(
     tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
     folder = write_model(tmp_path, context_length=1 << 20)
@@ -143,59 +139,41 @@ async def test_a_client_that_leaves_while_its_prompt_waits_frees_its_place(
         blocked = [asyncio.create_task(workers.run(LONG, gate)) for gate in gates]
         for gate in gates:
             await gate.has_begun()
-        asked = asyncio.create_task(client.post(path, json=body))
+        asked = asyncio.create_task(client.post(path, json=body))  # its client leaves
         await until_queued(client, 1)
         asked.cancel()
         await until_queued(client, 0)
+        asked = asyncio.create_task(client.post(path, json={**body, "rid": "job"}))
+        await until_queued(client, 1)
+        aborted = await client.post("/abort_request", json={"rid": "job"})
+        assert aborted.json()["aborted"] == 1
         for gate in gates:
             gate.may_end.set()
         await asyncio.gather(*blocked)
+        assert '"abort"' in (await asked).text
         assert await workers.run(LONG, lambda: "next in line") == "next in line"
         assert nodes[0].all(Prefill) == []
 
 
-class IdleDispatcher(Dispatcher):
-    """Counts turns of the loop between the sequences that it is given."""
-
-    def __init__(self) -> None:
-        self.turns: list[int] = []
-        self.num_turns = 0
-
-    def start(
-        self,
-        work: Work,
-        wake: Callable[[], None],
-        *,
-        split: bool = False,
-        in_time: bool = False,
-        rid: str = "",
-        waited_s: float = 0.0,
-    ) -> RunningReq:
-        self.turns.append(self.num_turns)
-        key = ReqKey("router", str(len(self.turns)))
-        return RunningReq(key, work, wake=wake, now=0.0)
-
-    def release(self, req: RunningReq) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("prompt_len", "n", "most_a_turn"), [(100_000, 3, 1), (10, 64, 16)])
 async def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int, most_a_turn: int) -> None:
-    dispatcher = IdleDispatcher()
+    fleet = Fleet(1)
+    for node in fleet.nodes:
+        node.limits = NodeLimits(1 << 20, 1 << 20, 64)
 
     async def count_turns() -> None:
         while True:
             await asyncio.sleep(0)
-            dispatcher.num_turns += 1
+            fleet.now += 1
 
     counting = asyncio.create_task(count_turns())
     await asyncio.sleep(0)
     work = Work((1,) * prompt_len, SamplingParams())
     prompt = Prompt(rid="a", work=work, options=AnswerOptions(n=n))
-    admissions = Admissions(WaitingQueue(time.monotonic), n, lambda: None)
-    generator, admission = Generator(dispatcher, admissions), admissions.beside_the_queue()
+    admissions = Admissions(fleet.dispatcher.queue, n, lambda: None)
+    generator, admission = Generator(fleet.dispatcher, admissions), admissions.beside_the_queue()
     admission.take(["a"], [n], whole=None, shared=False)
-    async with generator.open([prompt], Tokenizer(sample("gpt2")), admission):
-        assert len(dispatcher.turns) == n
-    assert max(Counter(dispatcher.turns).values()) <= most_a_turn
+    async with generator.open([prompt], Tokenizer(sample("gpt2")), admission) as group:
+        turns = Counter(generation.req.started_at for generation in group.generations)
+    assert turns.total() == n and max(turns.values()) <= most_a_turn
     counting.cancel()

@@ -63,6 +63,9 @@ async def test_each_event_tells_the_stages_known_by_then(model_folder: Path, pat
         async for event in stream(client, path, return_timeline=True):
             told.append(told_of(event))
             first_token_seen.set()
+        async for event in stream(client, path):  # which did not ask
+            fields = event["meta_info"] if "meta_info" in event else event["choices"][0]
+            assert not {"timeline", "kv_pages_transferred"} & set(fields)
     seen = [[(stamp["role"], stamp["stage"]) for stamp in each["timeline"]] for each in told]
     assert seen[0] == [
         ("router", "queued"),
@@ -78,11 +81,3 @@ async def test_each_event_tells_the_stages_known_by_then(model_folder: Path, pat
     ]
     assert told[-1]["kv_pages_transferred"] == 2
     assert all(set(before) <= set(after) for before, after in itertools.pairwise(seen))
-
-
-@pytest.mark.parametrize("path", ROUTES)
-async def test_nobody_is_told_who_did_not_ask(model_folder: Path, path: str) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        async for event in stream(client, path):
-            fields = event["meta_info"] if "meta_info" in event else event["choices"][0]
-            assert not {"timeline", "kv_pages_transferred"} & set(fields)

@@ -7,7 +7,6 @@ import http.server
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,8 @@ from shared.protocol.sampling_params import SamplingParams
 from tests.patience import until
 from tests.unit.router.dispatched import FakeNode as DispatchedNode
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
-from tests.unit.router.fakes import joined_pair, joined_router, pair
+from tests.unit.router.fakes import joined_pair
+from tests.unit.router.test_timeline import stamps
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"text": "a", "sampling_params": {"max_new_tokens": 3}, "rid": "mine"}
@@ -79,10 +79,6 @@ def collecting() -> Iterator[Collector]:
 
 def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
-
-
-def stamps(role: str, *stages: str) -> tuple[Stamp, ...]:
-    return tuple(Stamp(role, stage, time.time()) for stage in stages)
 
 
 async def prefill(node: FakeNode, message: Prefill | Decode) -> None:
@@ -141,9 +137,9 @@ async def test_a_span_for_each_stage_on_router_and_nodes(model_folder: Path) -> 
 async def test_a_request_that_was_given_up_has_a_trace_too(model_folder: Path) -> None:
     with collecting() as collector:
         options = HttpOptions(port=0, served_model_name="tiny", otlp_traces_endpoint=collector.url)
+        scripts: Any = {"prefill": one_then_nothing, "decode": one_then_nothing}
         async with (
-            pair(prefill=one_then_nothing, decode=one_then_nothing) as nodes,
-            joined_router(model_folder, list(nodes), http=options) as (_, client),
+            joined_pair(model_folder, **scripts, http=options) as (_, _, client),
             client.stream("POST", "/generate", json={**BODY, "stream": True}) as response,
         ):
             await anext(response.aiter_lines())

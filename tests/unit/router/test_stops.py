@@ -1,4 +1,4 @@
-"""Patterns that end a text which arrives in pieces."""
+"""Strings and patterns that end a text which arrives in pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.request.output_text import StopMatcher, stop_conditions
@@ -28,7 +28,7 @@ from router.text.tokenizer import TextWorkers
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
-from tests.unit.router.fakes import events, joined_pair
+from tests.unit.router.fakes import joined_pair
 
 LOCAL_PATTERNS = (
     "ab",
@@ -51,8 +51,10 @@ LOCAL_PATTERNS = (
 """What they match does not change when text comes behind it."""
 
 
-def scan(text: str, cuts: list[int], patterns: list[str], stops: list[str]) -> tuple[str, str | None]:
-    matcher = StopMatcher(StopConditions(stops, patterns))
+def scan(
+    text: str, cuts: list[int], patterns: list[str], stops: list[str], *, keep: bool = False
+) -> tuple[str, str | None]:
+    matcher = StopMatcher(StopConditions(stops, patterns), keep=keep)
     shown = ""
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     for start, end in itertools.pairwise(edges):
@@ -63,7 +65,7 @@ def scan(text: str, cuts: list[int], patterns: list[str], stops: list[str]) -> t
     return shown + matcher.flush(), None
 
 
-def slowly(text: str, patterns: list[str], stops: list[str]) -> tuple[str, str | None]:
+def slowly(text: str, patterns: list[str], stops: list[str], *, keep: bool = False) -> tuple[str, str | None]:
     """The specification: look after each character, by Python's own `re`."""
     for end in range(1, len(text) + 1):
         so_far = text[:end]
@@ -71,21 +73,37 @@ def slowly(text: str, patterns: list[str], stops: list[str]) -> tuple[str, str |
         found += [(end - len(stop), stop) for stop in stops if so_far.endswith(stop)]
         if found:
             start, matched = min(found)
-            return text[:start], matched
+            return text[: end if keep else start], matched
     return text, None
+
+
+several_stops = st.lists(st.text("abc\n", min_size=1, max_size=4), max_size=4, unique=True)
 
 
 @given(
     st.text("abc\n", max_size=24),
     st.lists(st.integers(0, 100), max_size=12),
-    st.lists(st.sampled_from(LOCAL_PATTERNS), min_size=1, max_size=3, unique=True),
-    st.lists(st.text("abc", min_size=2, max_size=4), max_size=2, unique=True),
+    st.tuples(st.lists(st.sampled_from(LOCAL_PATTERNS), max_size=3, unique=True), several_stops).filter(any),
+    st.booleans(),
 )
-@settings(max_examples=400)
+@example("abab", [1, 2, 3], ([], ["abb", "ba"]), False)
+@settings(max_examples=600)
 def test_any_cut_gives_what_the_specification_says(
-    text: str, cuts: list[int], patterns: list[str], stops: list[str]
+    text: str, cuts: list[int], both: tuple[list[str], list[str]], keep: bool
 ) -> None:
-    assert scan(text, cuts, patterns, stops) == slowly(text, patterns, stops)
+    assert scan(text, cuts, *both, keep=keep) == slowly(text, *both, keep=keep)
+
+
+@given(st.text("abc\n", max_size=24), several_stops.filter(bool))
+def test_exactly_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -> None:
+    text, _ = slowly(text, [], stops)
+    matcher = StopMatcher(StopConditions(stops))
+    shown = ""
+    for end, char in enumerate(text, 1):
+        shown += matcher.feed(char).text
+        tails = [text[at:end] for at in range(end + 1)]
+        longest = next(tail for tail in tails if any(s.startswith(tail) and s != tail for s in stops))
+        assert shown == text[: end - len(longest)]
 
 
 @pytest.mark.parametrize(
@@ -100,11 +118,6 @@ def test_any_cut_gives_what_the_specification_says(
 )
 def test_only_a_possible_match_is_held_back(pattern: str, piece: str, shown: str) -> None:
     assert StopMatcher(StopConditions([], [pattern])).feed(piece).text == shown
-
-
-def test_a_kept_match_stays_in_the_text() -> None:
-    found = StopMatcher(StopConditions([], [r"\d{3}"]), keep=True).feed("call 12345")
-    assert (found.text, found.matched) == ("call 123", r"\d{3}")
 
 
 def test_the_end_so_far_is_an_end() -> None:
@@ -291,21 +304,6 @@ def test_what_is_compiled_is_bounded_by_the_size(pattern: str) -> None:
     if size <= MAX_PATTERN_SIZE:
         program = pickle.dumps(regex.compile(pattern, cache_pattern=False))
         assert len(program) <= 40 * size + 500
-
-
-async def test_a_pattern_ends_a_stream(model_folder: Path) -> None:
-    async with joined_pair(model_folder) as (_, _, client):
-        for keep, text in ((False, "The quick brown "), (True, "The quick brown fox j")):
-            params = {"max_new_tokens": 100, "stop_regex": ["never", r"f\w+ [a-k]"], "no_stop_trim": keep}
-            body = {"text": "tell me", "sampling_params": params}
-            answer = (await client.post("/generate", json=body)).json()
-            assert answer["text"] == text
-            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": r"f\w+ [a-k]"}
-            assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
-            streamed = events((await client.post("/generate", json={**body, "stream": True})).text)
-            assert streamed[-2]["text"] == text
-            assert all(text.startswith(event["text"]) for event in streamed[:-1])
-            assert streamed[-2]["output_ids"] == answer["output_ids"]
 
 
 async def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> None:
