@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -132,7 +132,10 @@ class _Counters:
 
     at: float
     totals: tuple[float, ...]
-    per_s: tuple[float, ...] = (0.0, 0.0, 0.0)
+    per_s: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.per_s = (0.0,) * len(self.totals)
 
     def update(self, at: float, totals: tuple[float, ...]) -> None:
         """Take a reading. One that follows the last too soon for a rate is ignored."""

@@ -63,6 +63,12 @@ async def test_the_first_event_has_all_samples_and_later_ones_what_is_new() -> N
         assert live.event().samples == [*first.samples, *(await later).samples]
 
 
+async def test_a_sample_may_follow_the_start_at_once() -> None:
+    async with watching() as (live, _, _):
+        live.sample()
+        assert live.event().samples[0].tokens_per_s == 0
+
+
 async def test_traffic_becomes_samples() -> None:
     async with watching() as (live, fleet, _):
         req = fleet.start(max_new_tokens=3)

@@ -16,9 +16,10 @@ from router.api.generate_api import GenerateBody
 from router.api.logprobs import NativeLogprobs, ScoredText
 from router.api.openai_bodies import CompletionBody
 from router.dispatch.running_req import RunningReq
-from router.request.generation import Generation
+from router.request.admission import Admissions
+from router.request.generation import Generation, Generator
 from router.request.output_text import OutputText
-from router.request.prompt import Prompt
+from router.request.prompt import MAX_ANSWER_LOGPROBS, AnswerOptions, Prompt
 from router.text.served_model import ServedModel
 from router.text.tokenizer import INLINE_CHARS, Tokenizer
 from shared.errors import RequestError
@@ -27,6 +28,7 @@ from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenE
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
 from tests.unit.router.bodies import prompts_of
+from tests.unit.router.dispatched import Fleet
 from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
 from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.sample_tokenizers import KINDS, sample
@@ -395,3 +397,24 @@ class TestCompletions:
         assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
         for name, expected in whole["choices"][0]["logprobs"].items():
             assert list(itertools.chain(*(choice["logprobs"][name] for choice in choices))) == expected
+
+
+async def test_the_logprobs_of_an_answer_are_bounded() -> None:
+    """Of all its sequences together, here with 1,025 numbers for each token."""
+    fleet, num_tokens = Fleet(1), MAX_ANSWER_LOGPROBS // 1025
+    for node in fleet.nodes:
+        node.limits = NodeLimits(1 << 20, 1 << 20, 64)
+    wanted = LogprobParams(token_ids=tuple(range(1024)))
+    work = Work((1,), SamplingParams(max_new_tokens=num_tokens + 9, logprobs=wanted))
+    prompt = Prompt(rid="a", work=work, options=AnswerOptions(n=2))
+    admissions = Admissions(fleet.dispatcher.queue, 2, lambda: None)
+    generator, admission = Generator(fleet.dispatcher, admissions), admissions.beside_the_queue()
+    admission.take(["a"], [2], whole=None, shared=False)
+    async with generator.open([prompt], Tokenizer(sample("gpt2")), admission) as group:
+        steps = group.steps()
+        for generation, num in zip(group.generations, (num_tokens, 1), strict=True):
+            logprobs = Logprobs(bytes(4 * num), of_token_ids=bytes(4 * 1024 * num))
+            fleet.tell(generation.req, *[65] * num, logprobs=logprobs)
+        assert len((await anext(steps))[0].output_logprobs) == num_tokens
+        with pytest.raises(RequestError, match="logprobs"):
+            await anext(steps)

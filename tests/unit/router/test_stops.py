@@ -228,6 +228,30 @@ def test_the_prompts_of_a_request_share_what_is_compiled() -> None:
     assert first is third is not second
 
 
+def test_the_sequences_of_a_request_share_the_time_of_searches() -> None:
+    """A clock that each reading takes a millisecond further: half as many feeds for two as for one each."""
+
+    def num_feeds(num_prompts: int) -> int:
+        readings, num_fed = itertools.count(), 0
+        prompts = prompts_with(*((f"x|a{at}",) for at in range(num_prompts)))
+        cursors = [
+            StopCursor(conditions, cpu_clock=lambda: 1e-3 * next(readings))
+            for conditions in asyncio.run(stop_conditions(prompts, TextWorkers()))
+            if conditions is not None
+        ]
+        try:
+            while num_fed < 1000:
+                for cursor in cursors:
+                    cursor.feed("c")
+                num_fed += 1
+        except RequestError:
+            pass
+        return num_fed
+
+    assert 5 < num_feeds(1) < 1000
+    assert num_feeds(2) == num_feeds(1) // 2
+
+
 def test_the_patterns_of_a_request_are_bounded_together() -> None:
     patterns = [(chr(97 + at) * 1024,) for at in range(17)]
     with pytest.raises(RequestError, match="16384"):
