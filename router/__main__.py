@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from router.config import RouterConfig
 from router.flags import build_parser, router_config
-from router.http.config import RouterConfig
 from shared import log
 from shared.errors import ConfigError
 

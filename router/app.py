@@ -37,10 +37,10 @@ from router.api.prefix_hashes import PrefixHasher
 from router.api.request_log import RequestLog
 from router.api.responses_api import responses_routes
 from router.api.service_api import control_routes, health_routes, info_routes
+from router.config import HttpOptions
 from router.dispatch.metrics import Metrics
 from router.http.api_keys import ApiKeyCheck, ApiKeys, admin_guard
 from router.http.body import JsonBodies, wrong_input
-from router.http.config import HttpOptions
 from router.http.page_api import serve_page
 from router.http.responses import HEADER, HeadAsGet, RequestIds, error_response, note_error
 from router.nodes.fleet_answers import RequestsAborted

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import uvloop
 
+from router.config import RouterConfig
 from router.flags import build_parser, router_config
-from router.http.config import RouterConfig
 from router.processes.child_process import ChildFailed
 from router.processes.supervisor import Supervisor
 from shared import log

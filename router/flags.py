@@ -8,8 +8,7 @@ import json
 import re
 from dataclasses import replace
 
-from router.dispatch.placement import POLICIES
-from router.http.config import (
+from router.config import (
     ConnectionOptions,
     DispatchOptions,
     FleetOptions,
@@ -17,7 +16,8 @@ from router.http.config import (
     HttpOptions,
     RouterConfig,
 )
-from router.http.topology import LocalTopology, parse_address, parse_local
+from router.dispatch.placement import POLICIES
+from router.topology import LocalTopology, parse_address, parse_local
 from shared import cli
 from shared.config import DEFAULT_CONTROL_PORT
 from shared.errors import ConfigError

@@ -24,10 +24,10 @@ import zmq.asyncio
 from router.api.live_state import LiveState
 from router.api.prefix_hashes import PrefixHasher
 from router.app import Service, create_app
+from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.http.api_keys import api_keys, warn_if_open
-from router.http.config import RouterConfig
 from router.http.http_server import HttpServer
 from router.nodes.fleet_answers import RequestsAborted
 from router.nodes.fleet_changes import FleetChanges

@@ -15,11 +15,11 @@ from planner.simulator.node import NodeShape, SimNode
 from planner.simulator.runner import VOCAB_SIZE, token_at
 from planner.simulator.transport import NetworkModel, Transport
 from planner.traffic.trace import SimRequest
+from router.config import DispatchOptions
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.metrics import Metrics
 from router.dispatch.running_req import Aborted, RunningReq
 from router.dispatch.stages import Start
-from router.http.config import DispatchOptions
 from shared.errors import RequestError
 from shared.protocol.messages import Finish, Role, Tokens, Work
 from shared.protocol.sampling_params import SamplingParams

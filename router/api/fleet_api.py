@@ -13,12 +13,12 @@ from router.api.openapi import new_routes
 from router.http.api_keys import AdminGuard, ApiKeys
 from router.http.body import Body, about
 from router.http.responses import answers, json_response
-from router.http.topology import address_of
 from router.nodes.fleet_answers import Fleet, FleetNode, NodeReady, NodeRemoved
 from router.nodes.fleet_changes import ADD_WAIT_S, FleetChanges
 from router.nodes.member import Member
 from router.nodes.membership import Membership
 from router.nodes.status import describe_node
+from router.topology import address_of
 from shared.errors import RequestError
 from shared.protocol.loopback import is_loopback
 from shared.protocol.messages import Role

@@ -23,8 +23,8 @@ from router.api.openai_bodies import (
     ResponseFormat,
     StreamOptions,
 )
+from router.config import HttpLimits
 from router.http.body import wrong_input
-from router.http.config import HttpLimits
 from router.http.wording import shown, wrong
 from router.request.generation import Asked
 from router.request.prompt import (

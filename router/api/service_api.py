@@ -14,10 +14,10 @@ from msgspec.structs import asdict, replace
 
 from router.api.generate_api import WEIGHT_VERSION
 from router.api.openapi import new_routes
+from router.config import HttpLimits
 from router.dispatch.metrics import CONTENT_TYPE, Metrics
 from router.http.api_keys import AdminGuard
 from router.http.body import Body, OneOf, about
-from router.http.config import HttpLimits
 from router.http.responses import answers, json_response, while_connected
 from router.nodes.fleet_answers import (
     Detokenized,

@@ -17,6 +17,7 @@ from random import Random
 
 import msgspec
 
+from router.config import DispatchOptions
 from router.dispatch.fleet_view import Fleet, FleetView, WaitingQueue, retry_after_s
 from router.dispatch.metrics import Metrics
 from router.dispatch.moves import Moves
@@ -32,7 +33,6 @@ from router.dispatch.running_req import (
     why_wrong,
 )
 from router.dispatch.stages import measure_start
-from router.http.config import DispatchOptions
 from shared.errors import RequestError
 from shared.log import LimitedWarning, event
 from shared.protocol.messages import (

@@ -25,7 +25,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
 from router.http.responses import refuse
 from shared.errors import ConfigError, RequestError

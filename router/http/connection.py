@@ -22,7 +22,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from router.http.config import ConnectionOptions
+from router.config import ConnectionOptions
 from router.http.responses import HEADER, error_body, request_id_of
 from shared.errors import RequestError
 from shared.log import event

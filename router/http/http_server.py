@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from router.http.config import ConnectionOptions
+from router.config import ConnectionOptions
 from router.http.connection import Connection, Connections
 from shared.log import warn
 from shared.open_files import raise_open_files_limit

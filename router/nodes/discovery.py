@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.http.topology import address_of
+from router.topology import address_of
 from shared.errors import ConfigError, LinkError
 from shared.log import LimitedWarning
 from shared.protocol.messages import Role

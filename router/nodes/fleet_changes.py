@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.dispatch.dispatcher import Dispatcher
-from router.http.topology import address_of
 from router.nodes.live_node import LiveNode
 from router.nodes.member import Member, MemberState
 from router.nodes.membership import Membership
 from router.nodes.shared_news import SharedNews
+from router.topology import address_of
 from shared.errors import RequestError
 from shared.log import event
 from shared.protocol.messages import (

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import uvloop
 
+from router.config import RouterConfig
 from router.flags import build_parser, router_config
-from router.http.config import RouterConfig
 from router.http.http_socket import bind_http, listen_http, start_listening
 from router.processes.child_process import HEARTBEAT, HEARTBEAT_S, LOADED, READY
 from router.processes.feed import Listed, LogKey, NodeExited, receive

@@ -23,7 +23,7 @@ from typing import Any
 import zmq.asyncio
 
 from router.api.prefix_hashes import KEY_NBYTES
-from router.http.config import RouterConfig
+from router.config import RouterConfig
 from router.http.http_socket import reserve_http
 from router.nodes.discovery import DnsDiscovery, Listing
 from router.nodes.join_socket import JoinSocket

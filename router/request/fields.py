@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
+from router.config import MAX_BATCH_SIZE
 from router.http.body import FailFast, OneOf, about, one_or_more
-from router.http.config import MAX_BATCH_SIZE
 from shared.protocol.logprobs import MAX_TOP_LOGPROBS
 
 MAX_RID_CHARS = 256

@@ -21,9 +21,9 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from starlette.types import Scope
 
+from router.config import HttpLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.running_req import Aborted, RunningReq
-from router.http.config import HttpLimits
 from router.http.responses import StreamForm, json_response, stream_response, while_connected
 from router.request.admission import Admission, Admissions
 from router.request.output_text import (

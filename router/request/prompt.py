@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.http.config import HttpLimits
+from router.config import HttpLimits
 from router.http.responses import HEADER
 from router.http.wording import wrong
 from router.request.admission import Admission

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.text.chat_template import ChatTemplate, load_chat_template, own_template
 from router.text.reply_parser import (
     NO_PARSER,

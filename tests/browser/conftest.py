@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.server import Router
 from tests.patience import PATIENCE_S
 from tests.unit.router.fake_node import FakeNode

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from playwright.async_api import Browser
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from shared.protocol.messages import (
     Cancel,
     Decode,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from router.http.topology import DEFAULT_PORTS
+from router.topology import DEFAULT_PORTS
 from shared.timeline import Role
 from tests.fault.matrix.namespaces import Namespaces, enter
 from tests.forked import Forked, run_module

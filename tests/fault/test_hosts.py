@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http.topology import DEFAULT_PORTS
+from router.topology import DEFAULT_PORTS
 from shared.timeline import Role
 from tests.fault.hosts import KV_PORT, Host, check, links
 from tests.fault.matrix.fleet_nodes import link_flags

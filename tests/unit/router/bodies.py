@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from router.api.generate_api import GenerateBody, read_generate
 from router.api.openai_bodies import ChatBody, CompletionBody
 from router.api.openai_requests import read_chat, read_completion
+from router.config import HttpLimits
 from router.dispatch.fleet_view import WaitingQueue
 from router.http.body import Body, wrong_input
-from router.http.config import HttpLimits
 from router.request.admission import Admissions
 from router.request.prompt import Intake, Prompt
 from router.text.served_model import ServedModel

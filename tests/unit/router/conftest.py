@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.text.served_model import ServedModel
 from tests.unit.router.fakes import HERMES, TOOLS_TEMPLATE, write_model
 

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.config import DispatchOptions
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.estimate import RequestEstimates
 from router.dispatch.fleet_view import FleetView
 from router.dispatch.metrics import Metrics
 from router.dispatch.node import Loss, Node, PrefixIndex
 from router.dispatch.running_req import RunningReq
-from router.http.config import DispatchOptions
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import (
     PROTOCOL_VERSION,

@@ -15,11 +15,11 @@ import openai
 import zmq
 import zmq.asyncio
 
-from router.http.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
+from router.config import ConnectionOptions, DispatchOptions, FleetOptions, HttpOptions, RouterConfig
 from router.http.http_socket import listen_http
-from router.http.topology import LocalTopology
 from router.nodes.join_socket import JoinListener, JoinSocket
 from router.server import Router, load_model
+from router.topology import LocalTopology
 from shared.protocol.messages import (
     Decode,
     NodeLimits,

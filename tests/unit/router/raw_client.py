@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from router.http.config import ConnectionOptions
+from router.config import ConnectionOptions
 from tests.patience import PATIENCE_S
 
 PATIENT = ConnectionOptions(

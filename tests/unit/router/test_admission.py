@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
+from router.config import DispatchOptions
 from router.dispatch.fleet_view import MAX_RETRY_AFTER_S, WaitingQueue
-from router.http.config import DispatchOptions
 from router.request.admission import Admissions
 from shared.errors import RequestError
 from shared.protocol.messages import Decode

@@ -13,6 +13,7 @@ import pytest
 from fastapi import Request
 
 from router.api.fleet_api import fleet_guards
+from router.config import HttpOptions
 from router.flags import build_parser, router_config
 from router.http.api_keys import (
     Access,
@@ -23,7 +24,6 @@ from router.http.api_keys import (
     keys_from_environment,
     warn_if_open,
 )
-from router.http.config import HttpOptions
 from router.request.prompt import Prompt
 from shared.errors import ConfigError, RequestError
 from shared.protocol.messages import Decode, Work

@@ -22,8 +22,8 @@ import pytest
 import uvloop
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from router.config import HttpOptions
 from router.http.body import JsonRequest
-from router.http.config import HttpOptions
 from router.http.connection import MAX_HEADER_BYTES, Connection
 from shared.protocol.messages import Decode, Finish, Prefill
 from tests.patience import PATIENCE_S, eventually

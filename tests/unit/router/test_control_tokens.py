@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import router.text.chat_template
 from router.api.openai_bodies import ChatBody
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.text.served_model import ServedModel
 from router.text.tokenizer import MARK
 from shared.errors import RequestError

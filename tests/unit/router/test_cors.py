@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from router.config import HttpOptions
 from router.flags import build_parser, origins, router_config
-from router.http.config import HttpOptions
 from tests.unit.router.fakes import joined_pair, joined_router
 
 PAGE = "https://page.example"

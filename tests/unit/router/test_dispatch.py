@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.http.config import DispatchOptions
+from router.config import DispatchOptions
 from shared.protocol.messages import (
     Cancel,
     Decode,

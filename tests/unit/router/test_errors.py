@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.http.config import DispatchOptions, HttpLimits, HttpOptions
+from router.config import DispatchOptions, HttpLimits, HttpOptions
 from shared.protocol.messages import Decode, Prefill
 from tests.patience import PATIENCE_S, eventually
 from tests.unit.router.fake_node import byte_level_tokenizer

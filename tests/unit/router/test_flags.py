@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from router.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
 from router.flags import build_parser, router_config
-from router.http.config import ConnectionOptions, FleetOptions, HttpOptions, RouterConfig
-from router.http.topology import LocalTopology, parse_address
 from router.processes.supervisor import Supervisor
 from router.server import load_model
+from router.topology import LocalTopology, parse_address
 from shared.cpu_cores import CpuCores
 from shared.errors import ConfigError
 from shared.protocol.messages import Role

@@ -12,10 +12,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from router.http.config import FleetOptions, HttpOptions, RouterConfig
-from router.http.topology import LocalTopology
+from router.config import FleetOptions, HttpOptions, RouterConfig
 from router.nodes.live_node import LiveNode, Timing
 from router.nodes.node_link import NodeLink
+from router.topology import LocalTopology
 from shared.protocol.messages import (
     Announcement,
     Decode,

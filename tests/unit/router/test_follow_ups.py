@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx
 
+from router.config import DispatchOptions
 from router.dispatch.node import ASK_AFTER_PONGS
-from router.http.config import DispatchOptions
 from shared.protocol.block_hash import block_hashes
 from shared.protocol.messages import (
     CacheEvents,

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.http.config import HttpLimits, HttpOptions
+from router.config import HttpLimits, HttpOptions
 from shared.protocol.messages import NodeLimits
 from tests.patience import PATIENCE_S
 from tests.unit.router.fakes import joined_pair

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
 from tests.unit.router.fakes import joined_pair
 from tests.unit.router.raw_client import raw_client

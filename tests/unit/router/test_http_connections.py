@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from router.http.config import ConnectionOptions, HttpLimits, HttpOptions
+from router.config import ConnectionOptions, HttpLimits, HttpOptions
 from router.http.connection import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from starlette.responses import PlainTextResponse
 
-from router.http.config import ConnectionOptions
+from router.config import ConnectionOptions
 from router.http.http_server import HttpServer
 from router.http.http_socket import bind_http, listen_http, start_listening
 from shared.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill
 from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
 from tests.unit.router.fakes import joined_pair, joined_router

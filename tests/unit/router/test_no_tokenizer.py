@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.text.tokenizer import Tokenizer
 from shared.errors import ModelError
 from tests.unit.router.fakes import events, joined_pair

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from router.api.openai_bodies import ChatBody
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.text.served_model import ServedModel
 from shared.errors import RequestError
 from shared.protocol.messages import Decode, Prefill

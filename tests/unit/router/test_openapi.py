@@ -12,7 +12,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.scoring import scored_first_token, scored_story
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http.config import HttpOptions
+from router.config import HttpOptions
 from router.http.page_api import PAGE_PATHS
 from tests.unit.router.fake_node import FakeNode
 from tests.unit.router.fakes import Role, joined_router

@@ -11,8 +11,8 @@ import pytest
 
 from router.api.generate_api import GenerateBody
 from router.api.openai_bodies import ChatBody, CompletionBody
+from router.config import HttpOptions
 from router.http.body import Body
-from router.http.config import HttpOptions
 from router.request.prompt import AnswerOptions, read_routing_key
 from router.text.served_model import ServedModel
 from shared.errors import RequestError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http.config import DispatchOptions, HttpOptions
+from router.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode
 from tests.unit.router.fake_node import say_nothing
 from tests.unit.router.fakes import joined_pair, joined_router

@@ -14,7 +14,7 @@ import pytest
 from planner.traffic.reading import read_trace
 from planner.traffic.trace import shared_tokens
 from router.api.prefix_hashes import BLOCK_TOKENS, PrefixHasher
-from router.http.config import DispatchOptions, HttpOptions
+from router.config import DispatchOptions, HttpOptions
 from shared.protocol.messages import Decode, Failed, Prefill, Role, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import eventually

@@ -14,7 +14,7 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from router.http.config import ConnectionOptions
+from router.config import ConnectionOptions
 from router.http.connection import Connection, Connections
 from router.http.responses import error_response
 from shared.errors import RequestError

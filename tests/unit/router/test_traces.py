@@ -17,9 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from router.api.traces import Traces
+from router.config import HttpOptions
 from router.dispatch.running_req import Attempt, RunningReq
 from router.dispatch.stages import StageSpan, stage_spans, stages_of
-from router.http.config import HttpOptions
 from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport, Role, Stamp, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import until

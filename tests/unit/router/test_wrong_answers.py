@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import zmq
 
+from router.config import DispatchOptions
 from router.dispatch.fleet_view import FAILURES_TO_OPEN
 from router.dispatch.node import Loss
-from router.http.config import DispatchOptions
 from router.nodes.member import Refusal, raise_if_impossible
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import (
