@@ -135,6 +135,7 @@ class NodeLink:
 
 def _decode(frames: list[bytes]) -> NodeToRouter:
     try:
-        return cast(NodeToRouter, _decoder.decode(from_frames(frames)))
+        message: NodeToRouter = _decoder.decode(from_frames(frames))
+        return message
     except FRAME_ERRORS as e:
         raise LinkError(f"sent a message that cannot be decoded: {e}") from e

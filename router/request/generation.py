@@ -267,14 +267,16 @@ class GenerationGroup:
             self._deadline = asyncio.get_running_loop().call_later(min(left), self._fail_overdue)
 
     def _advance(self, generation: Generation) -> str:
-        num_before = generation.num_logprobs
+        num_before = len(generation.output_logprobs)
         try:
             text = generation.advance()
         except RequestError as e:
             raise self._named(e, generation) from e
-        self._num_logprobs += generation.num_logprobs - num_before
-        if self._num_logprobs > MAX_ANSWER_LOGPROBS:
-            raise RequestError(f"the logprobs of the output have more than {MAX_ANSWER_LOGPROBS} numbers")
+        wanted = generation.prompt.work.params.logprobs
+        if wanted is not None:
+            self._num_logprobs += (len(generation.output_logprobs) - num_before) * wanted.numbers_per_token
+            if self._num_logprobs > MAX_ANSWER_LOGPROBS:
+                raise RequestError(f"the logprobs of the output have more than {MAX_ANSWER_LOGPROBS} numbers")
         if generation.finish_reason is not None:
             self._dispatcher.stop(generation.req, len(generation.output_ids))
         return text
