@@ -20,7 +20,7 @@ from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.protocol.messages import Failed, Finish, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
-from tests.unit.router.dispatched import Fleet
+from tests.unit.router.dispatched import SeenFleet
 from tests.unit.router.fake_node import byte_level_tokenizer
 
 MAX_QUEUED = 6
@@ -83,7 +83,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.fleet = Fleet(2)
+        self.fleet = SeenFleet(2)
         self.dispatcher = self.fleet.dispatcher
         self.num_rejected = 0
         self.admissions = Admissions(self.dispatcher.queue, MAX_QUEUED, self.on_rejected)

@@ -10,7 +10,7 @@ from router.dispatch.node import Loss
 from router.dispatch.placement import POLICIES
 from router.dispatch.running_req import Attempt, RunningReq
 from shared.protocol.messages import Failed, Finish, Load, ReqReport, Role, TokenEntry
-from tests.unit.router.dispatched import PAGE, FakeNode, Fleet
+from tests.unit.router.dispatched import PAGE, SeenFleet, SeenNode
 
 NUM_PAGES = 4096
 picks = st.integers(0, 1 << 16)
@@ -21,26 +21,26 @@ class FleetViewMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), local=st.sampled_from([None, 0, 3 * PAGE]))
     def begin(self, policy: str, local: int | None) -> None:
-        self.fleet = Fleet(3, local, num_prefill=2, prefill=policy, decode=policy)
+        self.fleet = SeenFleet(3, local, num_prefill=2, prefill=policy, decode=policy)
         self.reqs: list[RunningReq] = []
         self.num_restarts = 0
 
     @property
-    def nodes(self) -> list[FakeNode]:
+    def nodes(self) -> list[SeenNode]:
         return [*self.fleet.prefills, *self.fleet.decodes]
 
     @property
     def running(self) -> list[RunningReq]:
         return [req for req in self.reqs if not req.ended]
 
-    def one(self, pick: int) -> tuple[RunningReq, Attempt, FakeNode]:
+    def one(self, pick: int) -> tuple[RunningReq, Attempt, SeenNode]:
         """A sequence that has not ended, an attempt at it, and a node."""
         req = self.running[pick % len(self.running)]
         attempts = [attempt for attempt in (*req.attempts, req.moving) if attempt is not None]
         attempt = attempts[-1 - pick // 7 % min(2, len(attempts))]
         nodes = attempt.nodes if attempt.nodes and pick % 5 else self.nodes
         node = nodes[pick // 3 % len(nodes)]
-        assert isinstance(node, FakeNode)
+        assert isinstance(node, SeenNode)
         return req, attempt, node
 
     @rule(num_tokens=st.integers(1, 6 * PAGE), max_new=st.sampled_from([1, 2, 30]))
@@ -69,7 +69,7 @@ class FleetViewMachine(RuleBasedStateMachine):
         req = self.running[pick % len(self.running)]
         decodes = [node for node in req.nodes if node.role is Role.DECODE]
         for node in decodes:
-            assert isinstance(node, FakeNode)
+            assert isinstance(node, SeenNode)
             self.fleet.dispatcher.on_tokens(node, [TokenEntry(req.key, len(req.output_ids), (1,))])
             self.fleet.dispatcher.on_move_wanted(node, [req.key])
         if more and req.moving is not None:
@@ -123,7 +123,7 @@ class FleetViewMachine(RuleBasedStateMachine):
         self.fleet.dispatcher.on_node_lost(node, "gone", loss)
         if comes_back or len(of_role) == 0:
             self.num_restarts += 1
-            of_role.append(FakeNode(f"{node.ref.node_id}r{self.num_restarts}", node.role))
+            of_role.append(SeenNode(f"{node.ref.node_id}r{self.num_restarts}", node.role))
             self.fleet.dispatcher.on_node_alive(of_role[-1])
 
     @rule(pick=picks, drain=st.booleans())

@@ -28,7 +28,7 @@ from shared.timeline import Timeline
 from tests.unit.scheduling.conftest import cache_prefix
 
 
-class World:
+class PolicyRig:
     """Some cached prefixes, some waiting requests that share them and each other, some running ones."""
 
     def __init__(self, seed: int, num_waiting: int | None = None) -> None:
@@ -109,7 +109,7 @@ def shared_len(a: Sequence[int], b: Sequence[int], page_size: int) -> int:
     return n
 
 
-def dfs(world: World, prefix: tuple[int, ...], extra_key: str, reqs: list[Req]) -> list[Req]:
+def dfs(world: PolicyRig, prefix: tuple[int, ...], extra_key: str, reqs: list[Req]) -> list[Req]:
     """`reqs` match at least `prefix`: first those who match more, by the next page, the most wanted first."""
     more: dict[tuple[int, ...], list[Req]] = {}
     for req in reqs:
@@ -120,7 +120,7 @@ def dfs(world: World, prefix: tuple[int, ...], extra_key: str, reqs: list[Req]) 
     return below + [req for req in reqs if world.cached_len(req) == len(prefix)]
 
 
-def by_dfs_weight(world: World, reqs: list[Req]) -> list[Req]:
+def by_dfs_weight(world: PolicyRig, reqs: list[Req]) -> list[Req]:
     """At the root, the extra_key is part of the first page."""
     tops: dict[tuple[str, tuple[int, ...]], list[Req]] = {}
     for req in reqs:
@@ -131,7 +131,7 @@ def by_dfs_weight(world: World, reqs: list[Req]) -> list[Req]:
     return below + [req for req in reqs if not world.cached_len(req)]
 
 
-def by_routing_key(world: World, reqs: list[Req]) -> list[Req]:
+def by_routing_key(world: PolicyRig, reqs: list[Req]) -> list[Req]:
     running = [*world.running, *world.prefilling]
     keys = {req.work.routing_key for req in running} - {""}
     often = {key: sum(req.work.routing_key == key for req in running) for key in keys}
@@ -141,19 +141,19 @@ def by_routing_key(world: World, reqs: list[Req]) -> list[Req]:
     return matched + [req for key in ("", "a", "b", "c") for req in others if req.work.routing_key == key]
 
 
-def by_cached_len(world: World, reqs: list[Req]) -> list[Req]:
+def by_cached_len(world: PolicyRig, reqs: list[Req]) -> list[Req]:
     lengths = sorted({world.cached_len(req) for req in reqs}, reverse=True)
     return [req for length in lengths for req in reqs if world.cached_len(req) == length]
 
 
-def by_output(world: World, reqs: list[Req]) -> list[Req]:
+def by_output(world: PolicyRig, reqs: list[Req]) -> list[Req]:
     def left(req: Req) -> int:
         return req.params.max_new_tokens - (len(req.ids) - req.num_input_ids)
 
     return [req for n in range(9, -1, -1) for req in reqs if left(req) == n]
 
 
-DEFINITIONS: dict[str, Callable[[World, list[Req]], list[Req]]] = {
+DEFINITIONS: dict[str, Callable[[PolicyRig, list[Req]], list[Req]]] = {
     "fcfs": lambda world, reqs: list(reqs),
     "lpm": by_cached_len,
     "dfs-weight": by_dfs_weight,
@@ -166,7 +166,7 @@ DEFINITIONS: dict[str, Callable[[World, list[Req]], list[Req]]] = {
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=150)
 def test_a_policy_is_its_definition(policy: str, seed: int) -> None:
-    world = World(seed)
+    world = PolicyRig(seed)
     for req in world.waiting:
         req.num_retractions, req.arrival_step = 0, 100
     assert world.order(policy) == DEFINITIONS[policy](world, world.waiting)
@@ -180,7 +180,7 @@ def test_every_policy_has_a_definition_here() -> None:
 @given(seed=st.integers(0, 2**32), enabled=st.booleans(), low_first=st.booleans())
 @settings(max_examples=80)
 def test_class_then_retracted_then_the_policy(policy: str, seed: int, enabled: bool, low_first: bool) -> None:
-    world = World(seed)
+    world = PolicyRig(seed)
     sign = -1 if low_first else 1
 
     def level(req: Req) -> int:
@@ -205,7 +205,7 @@ def test_class_then_retracted_then_the_policy(policy: str, seed: int, enabled: b
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=150)
 def test_a_peek_sees_what_a_match_finds_and_changes_nothing(seed: int) -> None:
-    world = World(seed, num_waiting=6)
+    world = PolicyRig(seed, num_waiting=6)
     cache = world.ledger.radix_cache
 
     def state() -> list[tuple[int, int, int, int]]:
@@ -224,7 +224,7 @@ def test_a_peek_sees_what_a_match_finds_and_changes_nothing(seed: int) -> None:
 @settings(max_examples=400)
 def test_who_waits_for_a_prefix(seed: int, worth: int, aging_steps: int) -> None:
     """Exactly those who share enough that is not cached with somebody being computed who has aged no less."""
-    world = World(seed, num_waiting=10)
+    world = PolicyRig(seed, num_waiting=10)
     options = ScheduleOptions(
         in_batch_prefix_caching_deprioritize_threshold=worth, priority_aging_steps=aging_steps
     )
@@ -249,7 +249,7 @@ def test_who_waits_for_a_prefix(seed: int, worth: int, aging_steps: int) -> None
 
 class TestRandom:
     def orders(self, seed: int, num_rounds: int = 40) -> list[list[Req]]:
-        world = World(5, num_waiting=5)
+        world = PolicyRig(5, num_waiting=5)
         for req in world.waiting:
             req.num_retractions, req.arrival_step = 0, 100
         options = ScheduleOptions(schedule_policy="random", random_seed=seed)
@@ -275,7 +275,7 @@ class TestAdjustment:
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         caplog.set_level("INFO", logger="baton")
-        world = World(11, num_waiting=LPM_MAX_WAITING + 1)
+        world = PolicyRig(11, num_waiting=LPM_MAX_WAITING + 1)
         for req in world.waiting:
             req.num_retractions, req.arrival_step = 0, 0
         options = ScheduleOptions(schedule_policy="lpm")

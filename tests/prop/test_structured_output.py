@@ -38,7 +38,7 @@ NUM_EXAMPLES = int(os.environ.get("STRUCTURED_EXAMPLES", "40"))
 ENDS = ('"', "}", "]", "0", "1", "a", ":", ",", " ")
 
 
-class World:
+class GrammarRig:
     def __init__(self, folder: Path) -> None:
         write_tokenizer(folder, vocab_size=VOCAB_SIZE)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -60,11 +60,11 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("tokenizer"))
+def world(tmp_path_factory: pytest.TempPathFactory) -> GrammarRig:
+    return GrammarRig(tmp_path_factory.mktemp("tokenizer"))
 
 
-def compile_or_refuse(world: World, grammar: Grammar, message: str) -> CompiledGrammar | None:
+def compile_or_refuse(world: GrammarRig, grammar: Grammar, message: str) -> CompiledGrammar | None:
     """None if the node refuses the grammar, which has to be a 400 with such a message."""
     refused = None
     try:
@@ -76,7 +76,7 @@ def compile_or_refuse(world: World, grammar: Grammar, message: str) -> CompiledG
     return None
 
 
-def answers(world: World, compiled: CompiledGrammar | None, seed: int) -> Iterator[str]:
+def answers(world: GrammarRig, compiled: CompiledGrammar | None, seed: int) -> Iterator[str]:
     """The complete answers of a few random walks. Half of the steps prefer tokens that lead to an end."""
     choices = random.Random(seed)
     mask_1W = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
@@ -155,7 +155,7 @@ def is_match(pattern: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["regex", "json_schema"])
-def test_an_answer_matches_the_regex(world: World, kind: Literal["regex", "json_schema"]) -> None:
+def test_an_answer_matches_the_regex(world: GrammarRig, kind: Literal["regex", "json_schema"]) -> None:
     seen = Seen()
 
     @given(pattern=REGEXES, seed=st.integers(0, 2**32))
@@ -204,7 +204,7 @@ IN_A_SCHEMA = [
     + [r"[\d\xe9]", r'["\\a]', r"[\n-b]", r"[^\W\d]", r"[\u4e00-]", r"[~-é]", r"[\^-z]"],
 )
 def test_a_class_in_a_pattern_keeps_to_json(
-    world: World, opening: str, schema: Callable[[str], object], before: str, pattern: str, after: str
+    world: GrammarRig, opening: str, schema: Callable[[str], object], before: str, pattern: str, after: str
 ) -> None:
     compiled = world.backend.compile(Grammar("json_schema", json.dumps(schema(f"{before}{pattern}{after}"))))
 
@@ -239,7 +239,7 @@ REPEATED_IN_JSON = [  # in each an engine that shares states between a repetitio
 
 
 @pytest.mark.parametrize("pattern", REPEATED_IN_JSON)
-def test_a_repetition_in_a_pattern_is_entered_and_left_at_its_ends(world: World, pattern: str) -> None:
+def test_a_repetition_in_a_pattern_is_entered_and_left_at_its_ends(world: GrammarRig, pattern: str) -> None:
     compiled = world.backend.compile(
         Grammar("json_schema", json.dumps({"type": "string", "pattern": pattern}))
     )
@@ -404,7 +404,7 @@ Judge = jsonschema.validators.extend(
 )
 
 
-def test_an_answer_follows_the_schema(world: World) -> None:
+def test_an_answer_follows_the_schema(world: GrammarRig) -> None:
     seen = Seen()
 
     @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
@@ -456,7 +456,7 @@ COMMON: list[tuple[dict[str, Any], st.SearchStrategy[Any]]] = [
 @given(data=st.data())
 @settings(max_examples=NUM_EXAMPLES // 2)
 def test_what_a_common_schema_allows_may_be_said(
-    world: World, schema: dict[str, Any], values: st.SearchStrategy[Any], data: st.DataObject
+    world: GrammarRig, schema: dict[str, Any], values: st.SearchStrategy[Any], data: st.DataObject
 ) -> None:
     """So that nothing is enforced by forbidding too much."""
     text = json.dumps(data.draw(values), separators=(",", ":"), sort_keys=True)

@@ -101,7 +101,7 @@ def run(scenario: Scenario, parts: Parts = Parts()) -> list[str]:
         _no_garbage_collection(),
     ):
         try:
-            Fleet(scenario, parts, gpu, torch_mode).run()
+            ScenarioFleet(scenario, parts, gpu, torch_mode).run()
         except Exception as error:  # of a scheduler, which ends its node
             gpu.found(f"{type(error).__name__}: {error}")
         finally:
@@ -109,7 +109,7 @@ def run(scenario: Scenario, parts: Parts = Parts()) -> list[str]:
     return [*gpu.races, *warnings.of_corruption]
 
 
-class Fleet:
+class ScenarioFleet:
     """The nodes, their requests, and what happens to them."""
 
     def __init__(self, scenario: Scenario, parts: Parts, gpu: FakeGpu, torch_mode: FakeTorch) -> None:

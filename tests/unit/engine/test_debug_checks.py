@@ -26,7 +26,7 @@ CONFIG = NodeConfig(
 )
 
 
-class World:
+class ChecksRig:
     """Two requests whose prompts have been launched; `decode` is the step after."""
 
     def __init__(self) -> None:
@@ -59,25 +59,25 @@ def changed(batch: ScheduleBatch, **fields: object) -> ScheduleBatch:
 
 
 def test_steps_in_order_are_fine() -> None:
-    world = World()
+    world = ChecksRig()
     world.launch(world.decode)
     world.launch(world.next())
 
 
 def test_a_generation_that_did_not_write_its_slot() -> None:
-    world = World()
+    world = ChecksRig()
     with pytest.raises(AssertionError, match="router/a"):
         world.launch(changed(world.decode, generation=1))
 
 
 def test_a_step_that_was_left_out() -> None:
-    world = World()
+    world = ChecksRig()
     with pytest.raises(AssertionError, match="router/a"):
         world.launch(world.next())
 
 
 def test_a_slot_that_another_request_wrote() -> None:
-    world = World()
+    world = ChecksRig()
     a, b = world.reqs
     a.kv, b.kv = b.kv, a.kv
     with pytest.raises(AssertionError, match="router/a"):
@@ -85,12 +85,12 @@ def test_a_slot_that_another_request_wrote() -> None:
 
 
 def test_a_token_from_elsewhere_is_read_by_its_request_alone() -> None:
-    world = World()
+    world = ChecksRig()
     req = world.reqs[0]
     assert req.kv is not None
     req.ids.append(55)
     world.launch(world.decode, ((req.kv.row, 55),))
-    world = World()
+    world = ChecksRig()
     req = world.reqs[0]
     assert req.kv is not None
     req.ids.append(55)
@@ -102,7 +102,7 @@ def test_a_token_from_elsewhere_is_read_by_its_request_alone() -> None:
     "field", ["rows_B", "starts_B", "lengths_B", "page_table_BP", "input_ids", "sampled_B"]
 )
 def test_a_field_that_is_too_short(field: str) -> None:
-    world = World()
+    world = ChecksRig()
     inputs = world.launch(world.decode)
     check_complete(world.decode, inputs)
     wrong = np.zeros(1, dtype=np.int64)
@@ -111,7 +111,7 @@ def test_a_field_that_is_too_short(field: str) -> None:
 
 
 def test_a_launcher_with_checks_does_not_hide_what_they_find() -> None:
-    world = World()
+    world = ChecksRig()
     launcher = Launcher(
         world.engine.stream,
         world.engine.ledger,
@@ -124,7 +124,7 @@ def test_a_launcher_with_checks_does_not_hide_what_they_find() -> None:
 
 
 def test_an_item_without_tokens_is_a_defect() -> None:
-    world = World()
+    world = ChecksRig()
     item = world.decode.items[0]
     empty = ScheduledReq(item.req, item.generation, item.start, 0, item.position)
     with pytest.raises(AssertionError, match="without a new token"):

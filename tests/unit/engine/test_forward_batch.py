@@ -25,7 +25,7 @@ from shared.timeline import Timeline
 CPU = torch.device("cpu")
 
 
-class World:
+class BatchRig:
     """A ledger of page size 4 with requests of 10, 7 and 5 tokens."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class World:
 
 
 def test_an_extend_concatenates_its_requests() -> None:
-    world = World()
+    world = BatchRig()
     world.snapshot((0, 6, False))
     fb = world.forward_batch(world.snapshot((0, 4, True), (1, 7, True), (2, 3, False)))
     assert fb.host.num_decodes == 0
@@ -87,7 +87,7 @@ def test_an_extend_concatenates_its_requests() -> None:
 
 
 def test_every_token_goes_to_its_page_and_offset() -> None:
-    world = World()
+    world = BatchRig()
     world.snapshot((0, 6, False))
     fb = world.forward_batch(world.snapshot((0, 4, True), (1, 7, True)))
     tokens = [(0, t) for t in (6, 7, 8, 9)] + [(1, t) for t in range(7)]
@@ -97,7 +97,7 @@ def test_every_token_goes_to_its_page_and_offset() -> None:
 
 
 def test_the_page_table_is_as_wide_as_the_longest_sequence() -> None:
-    world = World()
+    world = BatchRig()
     fb = world.forward_batch(world.snapshot((0, 10, True), (2, 5, True)))
     assert fb.page_table_BP.shape == (2, 3)
     assert fb.page_table_BP[0].tolist() == [world.page(0, t) for t in (0, 4, 8)]
@@ -105,7 +105,7 @@ def test_the_page_table_is_as_wide_as_the_longest_sequence() -> None:
 
 
 def test_a_decode_step_reads_the_last_sampled_tokens_of_its_rows() -> None:
-    world = World()
+    world = BatchRig()
     world.snapshot((0, 10, True), (1, 7, True), (2, 5, True))
     world.future_map.store(torch.tensor([world.row(i) for i in range(3)]), torch.tensor([11, 12, 13]))
     batch = world.snapshot(decodes=(2, 0))
@@ -117,7 +117,7 @@ def test_a_decode_step_reads_the_last_sampled_tokens_of_its_rows() -> None:
 
 
 def test_a_decode_step_beside_an_extend_comes_behind_it() -> None:
-    world = World()
+    world = BatchRig()
     world.snapshot((0, 10, True), (2, 5, True))
     world.future_map.store(torch.tensor([world.row(0), world.row(2)]), torch.tensor([11, 13]))
     batch = world.snapshot((1, 4, False), decodes=(2, 0))
@@ -130,7 +130,7 @@ def test_a_decode_step_beside_an_extend_comes_behind_it() -> None:
 
 
 def test_tokens_of_prefill_nodes_enter_before_the_step_reads() -> None:
-    world = World()
+    world = BatchRig()
     world.snapshot((0, 10, True), (1, 7, True))
     world.future_map.store(torch.tensor([world.row(0), world.row(1)]), torch.tensor([11, 12]))
     batch = world.snapshot(decodes=(0, 1), writes=((world.row(1), 77),))
@@ -139,7 +139,7 @@ def test_tokens_of_prefill_nodes_enter_before_the_step_reads() -> None:
 
 def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
     """The next forward may well be a prefill; the token must be there for the decode step after it."""
-    world = World()
+    world = BatchRig()
     world.snapshot((0, 10, True))
     batch = world.snapshot((1, 7, True), writes=((world.row(0), 55),))
     assert world.input_ids(batch) == list(range(200, 207))
@@ -148,7 +148,7 @@ def test_tokens_of_prefill_nodes_enter_with_an_extend_too() -> None:
 
 
 def test_nobody_samples_in_the_middle_of_a_prompt() -> None:
-    world = World()
+    world = BatchRig()
     batch = world.snapshot((0, 6, False))
     assert len(batch.sampled_B) == 0
     assert batch.sampling == SamplingInputs()
@@ -158,7 +158,7 @@ def test_nobody_samples_in_the_middle_of_a_prompt() -> None:
 
 def test_the_snapshot_does_not_see_later_changes() -> None:
     """The scheduler goes on while the forward waits: rows move, pages are appended, ids grow."""
-    world = World()
+    world = BatchRig()
     batch = world.snapshot((0, 6, False), (1, 7, True))
     before = (batch.page_table_BP.copy(), batch.input_ids.copy(), batch.starts_B.copy())
     world.ledger.rows.write(world.row(0), 0, [31, 30, 29])
@@ -169,14 +169,14 @@ def test_the_snapshot_does_not_see_later_changes() -> None:
 
 
 def test_the_forward_batch_is_frozen() -> None:
-    world = World()
+    world = BatchRig()
     fb = world.forward_batch(world.snapshot((0, 6, False)))
     with pytest.raises(AttributeError):
         fb.positions_T = fb.input_ids_T  # type: ignore[misc]
 
 
 def test_padding_touches_no_page_and_no_row_of_a_request() -> None:
-    world = World()
+    world = BatchRig()
     world.snapshot((0, 10, True), (1, 7, True))
     world.future_map.store(torch.arange(8), 50 + torch.arange(8))
     batch = world.snapshot(decodes=[0, 1], writes=((world.row(0), 77),))

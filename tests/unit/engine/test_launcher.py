@@ -82,7 +82,7 @@ class Passed:
     def wait(self) -> None: ...
 
 
-class World:
+class LauncherRig:
     def __init__(self, *, overlap: bool, stream: SteppedStream | LateStream | None = None) -> None:
         self.engine = token_engine(CONFIG)
         self.stream = stream or SteppedStream()
@@ -118,7 +118,7 @@ class World:
 
 
 def test_without_grammars_a_forward_samples_at_once() -> None:
-    world = World(overlap=True)
+    world = LauncherRig(overlap=True)
     world.add("a", None)
     for _ in range(3):
         world.turn()
@@ -128,7 +128,7 @@ def test_without_grammars_a_forward_samples_at_once() -> None:
 
 
 def test_with_a_grammar_the_forward_is_ahead_and_its_sampling_behind_the_commit() -> None:
-    world = World(overlap=True)
+    world = LauncherRig(overlap=True)
     world.add("a", TokenCompiled(3, 9))
     world.add("b", None)
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_the_options_of_the_node_reach_the_launcher(disabled: bool) -> None:
 
 
 def test_without_overlap_nothing_is_in_flight() -> None:
-    world = World(overlap=False)
+    world = LauncherRig(overlap=False)
     world.add("a", TokenCompiled(3, 9))
     for _ in range(2):
         world.turn()
@@ -169,7 +169,7 @@ def test_without_overlap_nothing_is_in_flight() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_finished_grammar_stops_even_with_ignore_eos(overlap: bool) -> None:
-    world = World(overlap=overlap)
+    world = LauncherRig(overlap=overlap)
     req = world.add("a", TokenCompiled(3, 2))
     finished: list[Req] = []
     while not finished:
@@ -187,7 +187,7 @@ def test_a_grammar_without_a_next_token_ends_its_request_alone(overlap: bool) ->
         def __init__(self) -> None:
             super().__init__(VOCAB_SIZE * 1000, 9)  # after 10, no token makes the sum divisible
 
-    world = World(overlap=overlap)
+    world = LauncherRig(overlap=overlap)
     req, other = world.add("a", Stuck()), world.add("b", None)
     assert req.grammar is not None
     req.grammar._matcher.accepted.append(1)  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def test_a_grammar_without_a_next_token_ends_its_request_alone(overlap: bool) ->
 
 
 def test_after_a_failed_forward_the_next_one_is_sampled_without_its_requests() -> None:
-    world = World(overlap=True, stream=SteppedStream(fails_at=2))
+    world = LauncherRig(overlap=True, stream=SteppedStream(fails_at=2))
     req = world.add("a", TokenCompiled(3, 9))
     failed: list[Req] = []
     while not failed:
@@ -210,7 +210,7 @@ def test_after_a_failed_forward_the_next_one_is_sampled_without_its_requests() -
 
 
 def test_a_failed_forward_fails_no_request_that_had_ended_before() -> None:
-    world = World(overlap=True, stream=SteppedStream(fails_at=2))
+    world = LauncherRig(overlap=True, stream=SteppedStream(fails_at=2))
     aborted, other = world.add("a", None), world.add("b", None)
     for _ in range(2):
         world.turn()
@@ -220,7 +220,7 @@ def test_a_failed_forward_fails_no_request_that_had_ended_before() -> None:
 
 
 def test_a_forward_that_was_not_launched_does_not_sample() -> None:
-    world = World(overlap=True, stream=SteppedStream(refuses_at=2))
+    world = LauncherRig(overlap=True, stream=SteppedStream(refuses_at=2))
     req = world.add("a", TokenCompiled(3, 9))
     world.turn()
     world.turn()
@@ -235,7 +235,7 @@ def test_pages_of_a_launch_that_raises_go_to_no_arrival_while_its_kernels_run(
 ) -> None:
     """A GPU runs out of memory while the host is queueing: what was queued before still writes."""
     stream = LateStream(raising={call: torch.OutOfMemoryError("in the middle")})
-    world = World(overlap=overlap, stream=stream)
+    world = LauncherRig(overlap=overlap, stream=stream)
     req = world.add("a", None)
     failed: list[Req] = []
     while not failed:
@@ -252,7 +252,7 @@ def test_pages_of_a_launch_that_raises_go_to_no_arrival_while_its_kernels_run(
 
 def test_pages_of_a_copy_that_raises_go_to_no_arrival_while_it_runs() -> None:
     stream = LateStream(raising={"copy": torch.OutOfMemoryError("in the middle")})
-    world = World(overlap=True, stream=stream)
+    world = LauncherRig(overlap=True, stream=stream)
     req = world.add("a", None)
     copies = KVCopies(stream, world.engine.ledger)
     pages = world.allocator.alloc(3)
@@ -271,7 +271,7 @@ def test_pages_of_a_copy_that_raises_go_to_no_arrival_while_it_runs() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_copy_with_no_forward_behind_it_is_accounted_for_in_its_own_turn(overlap: bool) -> None:
     """An arrival waits for the pages of the copy, and no forward may ever come."""
-    world = World(overlap=overlap, stream=LateStream())
+    world = LauncherRig(overlap=overlap, stream=LateStream())
     req, pages = world.add("a", None), world.allocator.alloc(world.allocator.num_pages)
     assert pages is not None
     world.allocator.forward_launched()  # as retraction announces a copy
@@ -295,7 +295,7 @@ class NoPinnedMemory(torch.AcceleratorError):
 def test_a_lost_device_ends_the_node_at_once(call: str, overlap: bool) -> None:
     lost = IllegalAddress("an illegal memory access was encountered")
     stream = LateStream(error_when_run=lost, raising={} if call == "wait" else {call: lost})
-    world = World(overlap=overlap, stream=stream)
+    world = LauncherRig(overlap=overlap, stream=stream)
     world.add("a", None)
     if call == "wait" and overlap:
         world.turn()  # the forward is in flight
@@ -309,7 +309,7 @@ def test_an_error_of_the_host_that_hides_a_lost_device_ends_the_node_too() -> No
     stream = LateStream(
         error_when_run=lost, raising={"submit": RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")}
     )
-    world = World(overlap=False, stream=stream)
+    world = LauncherRig(overlap=False, stream=stream)
     world.add("a", None)
     with pytest.raises(IllegalAddress):
         world.turn()
@@ -317,7 +317,7 @@ def test_an_error_of_the_host_that_hides_a_lost_device_ends_the_node_too() -> No
 
 def test_a_copy_that_loses_the_device_ends_the_node() -> None:
     stream = LateStream(error_when_run=IllegalAddress("an illegal memory access was encountered"))
-    world = World(overlap=True, stream=stream)
+    world = LauncherRig(overlap=True, stream=stream)
     copies = KVCopies(stream, world.engine.ledger)
     world.allocator.forward_launched()
     copies.launch([KVCopy(world.add("a", None), 0, PageCopy(True, (1,), (0,)), 4)])
@@ -328,7 +328,7 @@ def test_a_copy_that_loses_the_device_ends_the_node() -> None:
 def test_a_launch_of_triton_on_a_lost_device_ends_the_node() -> None:
     """Triton raises a RuntimeError for every error of the driver."""
     lost = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
-    world = World(overlap=False, stream=LateStream(raising={"submit": lost}))
+    world = LauncherRig(overlap=False, stream=LateStream(raising={"submit": lost}))
     world.add("a", None)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         world.turn()
@@ -339,7 +339,7 @@ def test_a_launch_of_triton_on_a_lost_device_ends_the_node() -> None:
 )
 def test_an_allocation_that_fails_ends_its_requests_alone(error: Exception) -> None:
     """Pinned memory that cannot be had comes as an error of CUDA, and leaves the device intact."""
-    world = World(overlap=False, stream=LateStream(raising={"submit": error}))
+    world = LauncherRig(overlap=False, stream=LateStream(raising={"submit": error}))
     req = world.add("a", None)
     assert list(world.turn().failed) == [req]
     world.add("b", None)
@@ -348,7 +348,7 @@ def test_an_allocation_that_fails_ends_its_requests_alone(error: Exception) -> N
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_grammar_that_becomes_slow_ends_its_own_request_only(overlap: bool) -> None:
-    world = World(overlap=overlap)
+    world = LauncherRig(overlap=overlap)
     cpu = world.cpu
     slow = world.add("slow", CostlyCompiled(cpu, mask_s=lambda step: 0.001 * 2**step))
     other = world.add("other", TokenCompiled(3, 20))

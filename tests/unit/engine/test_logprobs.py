@@ -38,7 +38,7 @@ def make_req(name: str, number: int, num_ids: int = 10, **params: object) -> Req
     return Req(ReqKey("router", f"r{number}"), Work(ids, sampling), Timeline(Role.DECODE), 100)
 
 
-class World:
+class ExtendRig:
     def __init__(self, *names: str, **params: object) -> None:
         self.ledger = make_ledger(200, CacheOptions(page_size=4), max(len(names), 1), 512)
         self.reqs = [make_req(name, i, **params) for i, name in enumerate(names)]
@@ -67,7 +67,7 @@ def check(found: TokenLogprobs, expected_V: np.ndarray, token_id: int, wanted: L
 
 
 def test_each_output_token_gets_what_its_request_asked_for() -> None:
-    world = World(*WANTED)
+    world = ExtendRig(*WANTED)
     inputs = world.extend(*[10] * len(WANTED)).sampling.map(torch.from_numpy)
     logits = 3 * torch.randn(len(WANTED), V, generator=torch.Generator().manual_seed(1))
     assert inputs.logprobs is not None
@@ -83,7 +83,7 @@ def test_each_output_token_gets_what_its_request_asked_for() -> None:
 
 def test_they_are_the_models_own() -> None:
     """A bias that forces a token does not make it look likely."""
-    world = World("own", logit_bias=(TokenBias(5, 100.0),))
+    world = ExtendRig("own", logit_bias=(TokenBias(5, 100.0),))
     inputs = world.extend(10).sampling.map(torch.from_numpy)
     logits = torch.zeros(1, V)
     assert inputs.logprobs is not None
@@ -99,7 +99,7 @@ def test_they_are_the_models_own() -> None:
 def test_prompt_logprobs_chunk_by_chunk(chunks: tuple[int, ...], block: int) -> None:
     """However the prompt is cut: the positions that were asked for, each once, in order."""
     names = list(WANTED)
-    world = World(*names)
+    world = ExtendRig(*names)
     generator = torch.Generator().manual_seed(2)
     logits_of = [3 * torch.randn(10, V, generator=generator) for _ in names]
     collected: dict[int, list[Logprobs]] = {i: [] for i in range(len(names))}
@@ -125,7 +125,7 @@ def test_prompt_logprobs_chunk_by_chunk(chunks: tuple[int, ...], block: int) -> 
 
 
 def test_a_request_that_has_output_already_brings_no_prompt_logprobs() -> None:
-    world = World("prompt")
+    world = ExtendRig("prompt")
     world.reqs[0].ids.append(3)
     world.reqs[0].num_sampled = 1
     assert world.extend(11).sampling.input_logprobs is None

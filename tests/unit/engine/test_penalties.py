@@ -44,7 +44,7 @@ PARAMS = {
 
 
 @dataclass
-class World:
+class PenaltyRig:
     """Requests of which each forward samples some; the host learns of a token one forward late."""
 
     seed: int
@@ -149,7 +149,7 @@ class World:
 )
 @settings(max_examples=60)
 def test_the_state_is_exact_at_every_step(seed: int, late: bool, names: list[str], moves: list[str]) -> None:
-    world = World(seed, late)
+    world = PenaltyRig(seed, late)
     for name in names:
         world.arrive(name)
     for move in moves:
@@ -167,7 +167,7 @@ def test_the_state_is_exact_at_every_step(seed: int, late: bool, names: list[str
 
 def test_only_what_the_device_does_not_have_is_sent() -> None:
     """Once at the start, and once after a retraction."""
-    world = World(1, late=True)
+    world = PenaltyRig(1, late=True)
     world.arrive("all")
     for move in ("step", "step", "step", "retract", "step", "step"):
         world.step() if move == "step" else world.retract(world.reqs[0])
@@ -175,7 +175,7 @@ def test_only_what_the_device_does_not_have_is_sent() -> None:
 
 
 def test_nobody_asks_and_nothing_is_there() -> None:
-    world = World(2, late=False)
+    world = PenaltyRig(2, late=False)
     world.arrive("none")
     items = (schedule(world.reqs[0], 1, samples=True),)
     inputs = snapshot(ScheduleBatch(decodes=items), world.ledger.rows, (), frozenset()).sampling
@@ -184,7 +184,7 @@ def test_nobody_asks_and_nothing_is_there() -> None:
 
 
 def test_counting_anew_with_a_token_in_flight_is_a_bug() -> None:
-    world = World(3, late=False)
+    world = PenaltyRig(3, late=False)
     world.arrive("all")
     (req,) = world.reqs
     schedule(req, 1, samples=True)
@@ -196,7 +196,7 @@ def test_counting_anew_with_a_token_in_flight_is_a_bug() -> None:
 @pytest.mark.parametrize("name", [name for name in PARAMS if name != "none"])
 def test_a_row_is_penalized_alike_alone_and_in_a_batch(name: str) -> None:
     """To the last bit: or else a request would sample something else when it is batched."""
-    alone, together = World(4, late=False), World(4, late=False)
+    alone, together = PenaltyRig(4, late=False), PenaltyRig(4, late=False)
     alone.arrive(name)
     for other in (name, *PARAMS):
         together.arrive(other) if len(together.reqs) < NUM_ROWS else None

@@ -39,7 +39,7 @@ IDS = tuple(range(100, 100 + 5 * PAGE))
 M = TypeVar("M")
 
 
-class FakeNode:
+class SeenNode:
     """A node as the dispatcher sees it."""
 
     def __init__(self, name: str, role: Role) -> None:
@@ -67,8 +67,8 @@ class FakeNode:
         self.prefixes.apply(CacheEvents(0, blocks, (), reset=True))
 
 
-class Fleet:
-    """A prefill node, some decode nodes, and a dispatcher of its own."""
+class SeenFleet:
+    """A prefill node, some decode nodes, as a dispatcher of their own sees them."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Fleet:
         incarnation: str = "router",
         ttft_limit_s: float | None = None,
     ) -> None:
-        self.decodes = [FakeNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
-        self.prefills = [FakeNode(f"p{i}", Role.PREFILL) for i in range(num_prefill)]
+        self.decodes = [SeenNode(f"d{i:03}", Role.DECODE) for i in range(num_decode)]
+        self.prefills = [SeenNode(f"p{i}", Role.PREFILL) for i in range(num_prefill)]
         self.now = 1000.0
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.metrics = Metrics(lambda: "tiny")
@@ -105,7 +105,7 @@ class Fleet:
         )
 
     @property
-    def nodes(self) -> list[FakeNode]:
+    def nodes(self) -> list[SeenNode]:
         """All of them, those that prefill first."""
         return [*self.prefills, *self.decodes]
 
@@ -126,7 +126,7 @@ class Fleet:
             timer[1]()
         self.now = until
 
-    def live(self, role: Role) -> Sequence[FakeNode]:
+    def live(self, role: Role) -> Sequence[SeenNode]:
         return self.decodes if role is Role.DECODE else self.prefills
 
     def why_none(self, role: Role) -> str:
@@ -172,10 +172,10 @@ class Fleet:
         return float(self.metric(name).samples[0].value)
 
 
-def decode_of(req: RunningReq) -> FakeNode:
+def decode_of(req: RunningReq) -> SeenNode:
     """The last of the nodes of a request."""
     node = req.nodes[-1]
-    assert isinstance(node, FakeNode)
+    assert isinstance(node, SeenNode)
     return node
 
 

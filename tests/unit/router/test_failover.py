@@ -25,18 +25,18 @@ from shared.protocol.messages import (
     TokenEntry,
 )
 from shared.timeline import FAILED_OVER
-from tests.unit.router.dispatched import IDS, FakeNode, Fleet, decode_of
+from tests.unit.router.dispatched import IDS, SeenFleet, SeenNode, decode_of
 
 LENGTH = Finish("length")
 
 
-def counted(fleet: Fleet) -> dict[str, float]:
+def counted(fleet: SeenFleet) -> dict[str, float]:
     """The failovers by cause, without those of which there were none."""
     samples = fleet.metric("baton:num_failovers").samples
     return {s.labels["cause"]: s.value for s in samples if s.name.endswith("_total") and s.value}
 
 
-def inexact(fleet: Fleet) -> float:
+def inexact(fleet: SeenFleet) -> float:
     return fleet.figure("baton:num_inexact_continuations")
 
 
@@ -47,7 +47,7 @@ def ended_with(req: RunningReq) -> tuple[int, str | None]:
 
 class TestTheNextAttempt:
     def test_a_stream_goes_on_behind_its_last_token(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         first, key = decode_of(req), req.key
         fleet.tell(req, 7, 8, by=fleet.prefills[0])
@@ -64,7 +64,7 @@ class TestTheNextAttempt:
         assert fleet.view.seqs.of(second) == 0
 
     def test_messages_of_the_earlier_attempt_are_dropped(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         fleet.decodes[0].holds(4)
         req = fleet.start()
         first, old = decode_of(req), req.key
@@ -80,7 +80,7 @@ class TestTheNextAttempt:
 
     @pytest.mark.parametrize("how", ["prefill node lost", "prefill node fails", "decode node fails"])
     def test_a_lone_decode_node_prefills(self, how: str) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         match how:
             case "prefill node lost":
@@ -95,7 +95,7 @@ class TestTheNextAttempt:
     @pytest.mark.parametrize("how", ["lost", "fails"])
     def test_after_the_decode_node_has_spoken_the_prefill_node_does_not_count(self, how: str) -> None:
         """The decode node has the pages."""
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         fleet.tell(req, 7)
         if how == "lost":
@@ -106,19 +106,19 @@ class TestTheNextAttempt:
         assert (req.key.attempt, req.output_ids, req.error) == (0, [7, 8], None)
 
     def test_it_waits_for_a_node(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         fleet.tell(req, 7)
         fleet.kill(decode_of(req))
         assert req.nodes == () and not req.ended
         fleet.wait(5)
-        fleet.decodes.append(FakeNode("d9", Role.DECODE))
+        fleet.decodes.append(SeenNode("d9", Role.DECODE))
         fleet.wait(0.3)
         assert decode_of(req) is fleet.decodes[0]
 
     @pytest.mark.parametrize("with_token", [False, True])
     def test_it_ends_with_the_reason_when_none_comes(self, with_token: bool) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         if with_token:
             fleet.tell(req, 7)
@@ -130,7 +130,7 @@ class TestTheNextAttempt:
         assert req.error is not None and "d000" in req.error.message
 
     def test_the_first_deadlines_hold(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         fleet.kill(decode_of(req))
         before = fleet.dispatcher.seconds_left(req)
@@ -138,12 +138,12 @@ class TestTheNextAttempt:
         assert fleet.dispatcher.seconds_left(req) == before - 10
         fleet.dispatcher.expire(req)
         assert req.error is not None and "d000" in req.error.message
-        fleet.decodes.append(FakeNode("d9", Role.DECODE))
+        fleet.decodes.append(SeenNode("d9", Role.DECODE))
         fleet.wait(1)
         assert not fleet.decodes[0].sent, "it has ended"
 
     def test_room_for_all_that_was_promised(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start(max_new_tokens=50)
         first = decode_of(req)
         (other,) = (node for node in fleet.decodes if node is not first)
@@ -158,7 +158,7 @@ class TestTheNextAttempt:
 
     def test_max_new_tokens_is_clipped_once(self) -> None:
         """A later attempt gets as many as the first was promised, though its nodes have room for more."""
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         (decode,) = fleet.decodes
         decode.holds(4)
         decode.limits = NodeLimits(len(IDS) + 6, len(IDS) + 6, 64)
@@ -171,7 +171,7 @@ class TestTheNextAttempt:
 
     @pytest.mark.parametrize("held", [0, 5])
     def test_at_the_last_token_it_needs_no_decode_node(self, held: int) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         (decode,) = fleet.decodes
         decode.holds(4)
         req = fleet.start(max_new_tokens=3)
@@ -184,7 +184,7 @@ class TestTheNextAttempt:
         assert Cancel(message.key) not in decode.sent, "it has said that it holds nothing"
 
     def test_a_removed_nodes_sequences_go_elsewhere_when_its_time_is_up(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         fleet.tell(req, 7)
         first, key = decode_of(req), req.key
@@ -194,7 +194,7 @@ class TestTheNextAttempt:
         assert not req.failover.crashed and req.failover.num_failures == 0
 
     def test_reports_of_all_attempts_count_once(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         first, stamps = decode_of(req), (Stamp("prefill", "queued", 1.0),)
         fleet.tell(req, 7, by=fleet.prefills[0], report=ReqReport(cached_tokens=5, stamps=stamps))
@@ -206,7 +206,7 @@ class TestTheNextAttempt:
         assert [stamp.stage for stamp in req.stamps] == ["queued", FAILED_OVER]
 
     def test_logprobs_of_the_prompt_come_once_and_those_of_tokens_from_both_attempts(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start(logprobs=LogprobParams(start_len=len(IDS) - 2))
         told, later = Logprobs(bytes(4)), Logprobs(b"\0\0\x80\xbf")  # -1.0
         fleet.tell(req, 7, logprobs=told, input_logprobs=told)
@@ -217,7 +217,7 @@ class TestTheNextAttempt:
 
 
 def test_tokens_of_many_sequences_may_come_in_one_message() -> None:
-    fleet = Fleet(1)
+    fleet = SeenFleet(1)
     reqs = [fleet.start() for _ in range(5)]
     entries = [TokenEntry(req.key, 0, (7 + at,), LENGTH) for at, req in enumerate(reqs)]
     fleet.dispatcher.on_tokens(fleet.decodes[0], entries)
@@ -227,7 +227,7 @@ def test_tokens_of_many_sequences_may_come_in_one_message() -> None:
 
 class TestFailures:
     def test_a_failure_of_the_node_sends_it_elsewhere(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         first = decode_of(req)
         fleet.fail(req, first)
@@ -237,7 +237,7 @@ class TestFailures:
     @pytest.mark.parametrize("failed", [(400, None), (500, "regex")])
     @pytest.mark.parametrize("at", [0, 1])
     def test_a_failure_of_the_request_is_final(self, at: int, failed: tuple[int, str | None]) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         status, param = failed
         fleet.fail(req, fleet.nodes[at], status, param=param)
@@ -245,20 +245,20 @@ class TestFailures:
         assert [Cancel(req.key) in node.sent for node in fleet.nodes] == [at == 1, at == 0]
 
     def test_a_router_that_stops_ends_it_and_tells_the_nodes(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         fleet.dispatcher.close("shutting down")
         assert ended_with(req)[0] == 503 and all(Cancel(req.key) in node.sent for node in fleet.nodes)
 
     def test_a_first_token_that_ends_it_cancels_the_decode_node(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         fleet.tell(req, 0, by=fleet.prefills[0], finish=Finish("stop", 0))
         assert req.ended and req.output_ids == [0]
         assert [Cancel(req.key) in node.sent for node in fleet.nodes] == [False, True]
 
     def test_failovers_are_counted_when_they_are_sent(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         for _ in range(2):  # to which the second has no node to go
             fleet.kill(decode_of(req))
@@ -268,7 +268,7 @@ class TestFailures:
         assert counted(fleet) == {"decode_node_lost": 1}
 
     def test_a_blamed_peer_is_avoided_instead_of_the_node_that_says_so(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         blames = fleet.prefills[0].ref.incarnation
         fleet.fail(req, decode_of(req), 503, blames=blames)
@@ -277,7 +277,7 @@ class TestFailures:
     @pytest.mark.parametrize(("status", "num_on_bad"), [(503, 5), (500, 0)])
     def test_of_a_failed_transfer_only_the_blamed_node_is_avoided(self, status: int, num_on_bad: int) -> None:
         """With a 503 it may be the link, which counts against neither of the nodes when others are placed."""
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         (prefill,), bad = fleet.prefills, fleet.decodes[0]
         for _ in range(3):
             req = fleet.start_on(bad)
@@ -289,7 +289,7 @@ class TestFailures:
         assert fleet.burst(10)[bad.ref.node_id] == num_on_bad
 
     def test_what_a_draining_node_hands_back_is_no_failure(self) -> None:
-        fleet = Fleet(1, num_prefill=2 * MAX_FAILURES)
+        fleet = SeenFleet(1, num_prefill=2 * MAX_FAILURES)
         req = fleet.start()
         for _ in range(2 * MAX_FAILURES - 1):
             draining, *_ = req.nodes
@@ -298,7 +298,7 @@ class TestFailures:
         assert req.failover.num_failures == 0
 
     def test_pauses_grow_and_failures_in_a_row_are_bounded(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         failed_at = []
         while not req.ended:
@@ -312,7 +312,7 @@ class TestFailures:
         assert req.error is not None and req.error.message == "again"
 
     def test_a_new_token_ends_the_row(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start(max_new_tokens=50)
         for _ in range(2 * MAX_FAILURES):
             fleet.tell(req, 7)
@@ -323,7 +323,7 @@ class TestFailures:
 class TestNodesThatFailAgainAndAgain:
     @pytest.mark.parametrize(("status", "is_at_fault"), [(500, True), (503, False)])
     def test_one_is_left_out_for_a_while(self, status: int, is_at_fault: bool) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         bad = fleet.decodes[0]
         for _ in range(3):
             fleet.fail(fleet.start_on(bad), bad, status)
@@ -333,7 +333,7 @@ class TestNodesThatFailAgainAndAgain:
 
     def test_a_first_token_does_not_bring_it_back(self) -> None:
         """A prefill node may send it before its pages arrive corrupt."""
-        fleet = Fleet(2, num_prefill=2)
+        fleet = SeenFleet(2, num_prefill=2)
         bad = fleet.prefills[0]
         for _ in range(3):
             req = fleet.start_on(bad)
@@ -344,7 +344,7 @@ class TestNodesThatFailAgainAndAgain:
     @pytest.mark.parametrize("role", list(Role))
     def test_a_request_that_is_served_to_the_end_does(self, role: Role) -> None:
         """A prefill node has served its part when the decode node speaks."""
-        fleet = Fleet(2, num_prefill=2)
+        fleet = SeenFleet(2, num_prefill=2)
         bad = (fleet.decodes if role is Role.DECODE else fleet.prefills)[0]
         for _ in range(4):
             fleet.fail(fleet.start_on(bad), bad)
@@ -357,10 +357,10 @@ class TestNodesThatFailAgainAndAgain:
     def test_one_that_is_lost_again_and_again_gets_one_request_at_a_time(
         self, losses: list[Loss], num_at_once: int
     ) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         for number, loss in enumerate(losses, 2):
             fleet.kill(fleet.decodes[0], loss)
-            again = FakeNode("d000", Role.DECODE)
+            again = SeenNode("d000", Role.DECODE)
             again.ref = NodeRef("d000", f"d000#{number}", "nowhere")
             fleet.decodes.insert(0, again)
         assert fleet.burst(10)["d000"] == num_at_once
@@ -369,7 +369,7 @@ class TestNodesThatFailAgainAndAgain:
             assert fleet.burst(10)["d000"] == 1
 
     def test_the_only_node_is_asked_all_the_same(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         for _ in range(4):
             req = fleet.start()
             fleet.fail(req, decode_of(req))
@@ -377,29 +377,29 @@ class TestNodesThatFailAgainAndAgain:
 
 
 class TestPoison:
-    def crash_twice(self, fleet: Fleet, *reqs: RunningReq, comes: tuple[str, ...] = ()) -> None:
+    def crash_twice(self, fleet: SeenFleet, *reqs: RunningReq, comes: tuple[str, ...] = ()) -> None:
         """Crash the nodes of `reqs`, which are together on one, twice; before each crash a node may come."""
         for number in range(2):
-            fleet.decodes += [FakeNode(name, Role.DECODE) for name in comes[number : number + 1]]
+            fleet.decodes += [SeenNode(name, Role.DECODE) for name in comes[number : number + 1]]
             (node,) = {decode_of(req) for req in reqs}
             fleet.kill(node)
             fleet.wait(1)
 
-    def suspect(self, num_decode: int, **params: Any) -> tuple[Fleet, RunningReq]:
+    def suspect(self, num_decode: int, **params: Any) -> tuple[SeenFleet, RunningReq]:
         """A fleet of which two nodes have crashed under a sequence, which is tried on one of the others."""
-        fleet = Fleet(num_decode)
+        fleet = SeenFleet(num_decode)
         req = fleet.start(**params)
         self.crash_twice(fleet, req)
         return fleet, req
 
-    def two_suspects(self) -> tuple[Fleet, RunningReq, RunningReq]:
+    def two_suspects(self) -> tuple[SeenFleet, RunningReq, RunningReq]:
         """Of which one has a node."""
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         one, two = fleet.start(), fleet.start()
         self.crash_twice(fleet, one, two, comes=("d1", "d2"))
         return fleet, one, two
 
-    def run_alone(self, fleet: Fleet, req: RunningReq) -> FakeNode:
+    def run_alone(self, fleet: SeenFleet, req: RunningReq) -> SeenNode:
         """Have the node of a suspect say that it holds nothing else."""
         fleet.dispatcher.on_runs_alone(decode_of(req), req.key)
         return decode_of(req)
@@ -411,7 +411,7 @@ class TestPoison:
         assert message.alone_tokens == TRIAL_TOKENS and not req.ended
         fleet.kill(self.run_alone(fleet, req))
         assert not req.ended and not req.nodes, "the process may be found again"
-        fleet.decodes.append(FakeNode("d9", Role.DECODE))
+        fleet.decodes.append(SeenNode("d9", Role.DECODE))
         fleet.wait(4)
         assert ended_with(req) == (500, "poison_request")
 
@@ -427,7 +427,7 @@ class TestPoison:
     @pytest.mark.parametrize(("num_tokens", "is_suspect"), [(TRIAL_TOKENS - 1, True), (TRIAL_TOKENS, False)])
     def test_a_crash_is_forgotten_once_it_has_gone_on(self, num_tokens: int, is_suspect: bool) -> None:
         """A long stream outlives many nodes that crash for another reason."""
-        fleet = Fleet(4)
+        fleet = SeenFleet(4)
         req = fleet.start(max_new_tokens=100)
         fleet.tell(req, 7, 7, 7)
         fleet.kill(decode_of(req))
@@ -439,7 +439,7 @@ class TestPoison:
     @pytest.mark.parametrize("has_gone_on", [False, True])
     def test_a_crash_that_a_peer_tells_first_counts_too(self, has_gone_on: bool) -> None:
         """As a failed transfer, so that the sequence is elsewhere when the node is lost."""
-        fleet = Fleet(4, 0, num_prefill=3)
+        fleet = SeenFleet(4, 0, num_prefill=3)
         req = fleet.start()
         for _ in range(2):
             prefill, decode = req.nodes
@@ -457,7 +457,7 @@ class TestPoison:
     )
     def test_a_second_one_is_waited_for(self, loss: Loss | None, is_suspect: bool) -> None:
         """The next nodes might crash under the sequence before the router sees that these have."""
-        fleet = Fleet(4, 0, num_prefill=3)
+        fleet = SeenFleet(4, 0, num_prefill=3)
         req = fleet.start()
         blamed = []
         for _ in range(2):
@@ -479,7 +479,7 @@ class TestPoison:
         assert req.nodes and not req.ended
 
     def test_in_a_busy_fleet_it_is_convicted_all_the_same(self) -> None:
-        fleet = Fleet(10)
+        fleet = SeenFleet(10)
         others = [fleet.start(max_new_tokens=500) for _ in range(40)]
         poison = fleet.start()
         self.crash_twice(fleet, poison)
@@ -492,7 +492,7 @@ class TestPoison:
         assert len(fleet.decodes) == 7 and all(other.nodes and not other.ended for other in others)
 
     def test_what_the_only_node_hands_back_is_sent_there_again_after_a_pause(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         req = fleet.start()
         sent_at = []
         for _ in range(10):
@@ -503,10 +503,10 @@ class TestPoison:
         assert not req.ended and fleet.now - sent_at[1] >= 8 * 0.2
 
     def test_many_neighbours_are_acquitted_in_time(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         reqs = [fleet.start(max_new_tokens=500) for _ in range(64)]
         self.crash_twice(fleet, *reqs, comes=("d1", "d2"))
-        fleet.decodes += [FakeNode(f"e{i}", Role.DECODE) for i in range(6)]
+        fleet.decodes += [SeenNode(f"e{i}", Role.DECODE) for i in range(6)]
         fleet.wait(1)
         on_trial = [decode_of(req) for req in reqs if req.nodes]
         assert len(on_trial) == len(set(on_trial)) == 3, "on half of the nodes, and each on one of its own"
@@ -520,10 +520,10 @@ class TestPoison:
         assert num_turns < 30 and all(req.nodes and not req.ended for req in reqs)
 
     def test_neighbours_are_acquitted_one_after_the_other(self) -> None:
-        fleet = Fleet(1)
+        fleet = SeenFleet(1)
         one, two = fleet.start(max_new_tokens=60), fleet.start(max_new_tokens=60)
         for name in ("d1", "d2"):
-            fleet.decodes.append(FakeNode(name, Role.DECODE))
+            fleet.decodes.append(SeenNode(name, Role.DECODE))
             (old,) = {decode_of(req) for req in (one, two)}
             fleet.tell(one, 7)
             fleet.kill(old)
@@ -542,7 +542,7 @@ class TestPoison:
 
     @pytest.mark.parametrize("crashed", [False, True])
     def test_silence_and_lost_connections_make_no_suspect(self, crashed: bool) -> None:
-        fleet = Fleet(4)
+        fleet = SeenFleet(4)
         req = fleet.start()
         for _ in range(3):
             node = decode_of(req)
@@ -578,7 +578,7 @@ class TestNumerics:
     def test_nodes_of_the_same_numerics_are_preferred(
         self, num_decode: int, num_others: int, num_inexact: int
     ) -> None:
-        fleet = Fleet(num_decode)
+        fleet = SeenFleet(num_decode)
         req = fleet.start()
         first = decode_of(req)
         fleet.tell(req, 7)
@@ -589,7 +589,7 @@ class TestNumerics:
         assert decode_of(req) is others[-1] and inexact(fleet) == num_inexact
 
     def test_a_prefill_node_of_other_numerics_leaves_it_to_the_decode_node(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         fleet.tell(req, 7)
         fleet.prefills[0].numerics = "other"
@@ -597,7 +597,7 @@ class TestNumerics:
         assert decode_of(req).last(Decode).prefill is None and inexact(fleet) == 0
 
     def test_before_the_first_token_any_node_will_do(self) -> None:
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         req = fleet.start()
         first = decode_of(req)
         (other,) = (node for node in fleet.decodes if node is not first)
@@ -606,11 +606,11 @@ class TestNumerics:
         assert req.nodes == (fleet.prefills[0], other) and inexact(fleet) == 0
 
     def test_the_last_token_is_computed_with_the_same_numerics(self) -> None:
-        fleet = Fleet(2)
-        fleet.prefills.insert(0, FakeNode("p9", Role.PREFILL))
+        fleet = SeenFleet(2)
+        fleet.prefills.insert(0, SeenNode("p9", Role.PREFILL))
         req = fleet.start(max_new_tokens=3)
         first = req.nodes[0]
-        assert isinstance(first, FakeNode)
+        assert isinstance(first, SeenNode)
         (other,) = (node for node in fleet.prefills if node is not first)
         other.numerics = "other"
         fleet.tell(req, 1, 2)
@@ -623,11 +623,11 @@ class TestNumerics:
 
     def test_equal_numerics_that_are_not_exact_are_counted(self) -> None:
         """By the name of its numerics a node of torch is like another, yet a prefill there has other bits."""
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         for node in fleet.nodes:
             node.is_exact = False
         req = fleet.start()
-        fleet.decodes.append(FakeNode("late", Role.DECODE))
+        fleet.decodes.append(SeenNode("late", Role.DECODE))
         fleet.kill(decode_of(req), Loss.BROKEN)
         assert inexact(fleet) == 0, "there was no output that it could part from"
         fleet.tell(req, 7)
@@ -636,7 +636,7 @@ class TestNumerics:
 
     @pytest.mark.parametrize("role", list(Role))
     def test_one_node_that_is_not_exact_will_do(self, role: Role) -> None:
-        fleet = Fleet(2, local_prefill_tokens=0)
+        fleet = SeenFleet(2, local_prefill_tokens=0)
         req = fleet.start()
         fleet.tell(req, 7)
         first = decode_of(req)
@@ -647,7 +647,7 @@ class TestNumerics:
 
     def test_a_move_computes_nothing_again(self) -> None:
         """Its pages are those of the source, so it is none of them, though the nodes are not exact."""
-        fleet = Fleet(2)
+        fleet = SeenFleet(2)
         for node in fleet.nodes:
             node.is_exact = False
         req = fleet.start()
@@ -659,7 +659,7 @@ class TestNumerics:
         assert decode_of(req) is not source and req.output_ids == [7, 8] and inexact(fleet) == 0
 
     def test_a_suspect_is_tried_on_a_node_of_the_same_numerics(self) -> None:
-        fleet = Fleet(5)
+        fleet = SeenFleet(5)
         req = fleet.start()
         fleet.tell(req, 7)
         for _ in range(2):

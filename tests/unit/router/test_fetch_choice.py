@@ -9,7 +9,7 @@ import pytest
 from router.dispatch.estimate import FETCH_S, FirstToken
 from shared.protocol.messages import Failed, Lend, LinkReport, Load, Prefill, Role, TokenEntry, Work
 from shared.protocol.sampling_params import SamplingParams
-from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet
+from tests.unit.router.dispatched import IDS, PAGE, SeenFleet, SeenNode
 
 RATE = 1000.0
 """Prompt tokens a second: of IDS, 80 tokens, a page takes 16 ms. FETCH_S are 20 ms."""
@@ -18,22 +18,22 @@ FULL: dict[str, Any] = {"num_running": 64, "num_pages": 10, "reserve_wait_s": 60
 """The load of a decode node that gets no requests."""
 
 
-def linked(lender: FakeNode, *borrowers: FakeNode, **load: float) -> None:
+def linked(lender: SeenNode, *borrowers: SeenNode, **load: float) -> None:
     """The lender tells of links to these nodes."""
     links = tuple(LinkReport(node.ref.incarnation, False, "shm") for node in borrowers)
     lender.load = Load(prefill_tokens_per_s=RATE, links=links, **load)  # type: ignore[arg-type]
 
 
-def fleet(num_prefill: int = 1) -> Fleet:
+def fleet(num_prefill: int = 1) -> SeenFleet:
     """Of d000, which is full, and d001, which gets the requests. Short prompts are not computed there."""
-    fleet = Fleet(2, 0, num_prefill=num_prefill, prefill="ttft", decode="ttft")
+    fleet = SeenFleet(2, 0, num_prefill=num_prefill, prefill="ttft", decode="ttft")
     for node in (*fleet.prefills, fleet.decodes[1]):
         linked(node)
     linked(fleet.decodes[0], *fleet.prefills, **FULL)
     return fleet
 
 
-def lent(fleet: Fleet, to: int = 0) -> tuple[Prefill, list[Lend]]:
+def lent(fleet: SeenFleet, to: int = 0) -> tuple[Prefill, list[Lend]]:
     """What one more request makes the router say: to the prefill node, and to lenders."""
     for node in (*fleet.prefills, *fleet.decodes):
         node.sent.clear()
@@ -184,7 +184,7 @@ def test_a_node_that_holds_no_more_is_no_lender() -> None:
 @pytest.mark.parametrize("most", range(1, 5))
 def test_of_many_holders_those_of_most_pages_remain(most: int) -> None:
     """By halving: down to the last page, of which few nodes may have the KV."""
-    chosen = Fleet(12)
+    chosen = SeenFleet(12)
     for i, node in enumerate(chosen.decodes):
         node.holds(min(1 + i, most))
     holders = chosen.estimates(Work(IDS, SamplingParams())).narrowed(1, chosen.decodes, 1)

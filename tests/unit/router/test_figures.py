@@ -12,7 +12,7 @@ from router.dispatch.node import MAX_FIGURE, believed
 from router.dispatch.placement import POLICIES
 from shared.protocol.messages import Finish, Load, ReqReport, Role, Stamp
 from tests.patience import eventually
-from tests.unit.router.dispatched import Fleet
+from tests.unit.router.dispatched import SeenFleet
 from tests.unit.router.fake_node import FakeNode
 from tests.unit.router.test_membership import dialled, new_membership
 
@@ -40,7 +40,7 @@ def test_each_figure_that_is_absurd_counts_as_0(absurd: float) -> None:
 )
 def test_a_node_that_boasts_does_not_get_every_request(policy: str, boast: str) -> None:
     """It never ends one, and the others do nothing else than before."""
-    fleet = Fleet(2, 0, num_prefill=2, prefill=policy, decode=policy)
+    fleet = SeenFleet(2, 0, num_prefill=2, prefill=policy, decode=policy)
     told = {"prefill_tokens_per_s": 2e3, "gen_throughput": 1e3, "kv_bytes_per_s": 1e9}
     for node in (*fleet.prefills, *fleet.decodes):
         node.load = Load(**told)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ async def test_a_load_of_absurd_figures_is_taken_without_them(caplog: pytest.Log
 
 
 def test_a_report_of_absurd_figures_costs_the_request_nothing() -> None:
-    fleet = Fleet(1)
+    fleet = SeenFleet(1)
     req = fleet.start(max_new_tokens=2)
     fleet.tell(req, 5, 6, finish=Finish("length"), report=ReqReport(-5, (), -1, -1, 1 << 63))
     assert (req.output_ids, req.error, req.cached_tokens, req.kv_pages_transferred) == ([5, 6], None, 0, 0)

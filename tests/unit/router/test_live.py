@@ -15,16 +15,16 @@ from router.nodes.status import FleetStatus
 from router.text.served_model import ModelSlot
 from shared.protocol.messages import Finish, LinkReport, Load, Loading, Role
 from tests.patience import eventually
-from tests.unit.router.dispatched import Fleet
+from tests.unit.router.dispatched import SeenFleet
 from tests.unit.router.fake_node import FakeNode
 from tests.unit.router.fakes import joined_pair, new_client, write_model
 from tests.unit.router.test_membership import dialled, new_membership
 
 
 @asynccontextmanager
-async def watching(*nodes: FakeNode) -> AsyncIterator[tuple[LiveState, Fleet, Membership]]:
+async def watching(*nodes: FakeNode) -> AsyncIterator[tuple[LiveState, SeenFleet, Membership]]:
     """What is told of real connections to these nodes, and of a dispatcher of others, whose clock it has."""
-    fleet, slot = Fleet(1), ModelSlot()
+    fleet, slot = SeenFleet(1), ModelSlot()
     async with new_membership() as (membership, _):
         for node in nodes:
             await dialled(membership, node)
@@ -33,7 +33,7 @@ async def watching(*nodes: FakeNode) -> AsyncIterator[tuple[LiveState, Fleet, Me
         yield live, fleet, membership
 
 
-def sample(live: LiveState, fleet: Fleet) -> None:
+def sample(live: LiveState, fleet: SeenFleet) -> None:
     """A second is over."""
     fleet.wait(1)
     live.sample()

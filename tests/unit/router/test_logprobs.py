@@ -28,7 +28,7 @@ from shared.protocol.messages import Decode, NodeLimits, Prefill, ReqKey, TokenE
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
 from tests.unit.router.bodies import prompts_of
-from tests.unit.router.dispatched import Fleet
+from tests.unit.router.dispatched import SeenFleet
 from tests.unit.router.fake_node import FakeNode, byte_level_tokenizer
 from tests.unit.router.fakes import events, joined_pair
 from tests.unit.router.sample_tokenizers import KINDS, sample
@@ -401,7 +401,7 @@ class TestCompletions:
 
 async def test_the_logprobs_of_an_answer_are_bounded() -> None:
     """Of all its sequences together, here with 1,025 numbers for each token."""
-    fleet, num_tokens = Fleet(1), MAX_ANSWER_LOGPROBS // 1025
+    fleet, num_tokens = SeenFleet(1), MAX_ANSWER_LOGPROBS // 1025
     for node in fleet.nodes:
         node.limits = NodeLimits(1 << 20, 1 << 20, 64)
     wanted = LogprobParams(token_ids=tuple(range(1024)))

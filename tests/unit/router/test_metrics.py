@@ -12,7 +12,7 @@ from router.dispatch.metrics import Metrics
 from router.dispatch.running_req import Cause
 from shared.protocol.messages import Finish, Load
 from tests.patience import eventually
-from tests.unit.router.dispatched import Fleet, families
+from tests.unit.router.dispatched import SeenFleet, families
 from tests.unit.router.fakes import joined_pair, write_model
 
 OF_NODES = """
@@ -144,7 +144,7 @@ def test_nothing_is_told_without_being_listed_here(exported: dict[str, Metric]) 
 
 
 def test_every_token_counts_between_two_messages() -> None:
-    fleet = Fleet(1)
+    fleet = SeenFleet(1)
     req = fleet.start()
     for ids in ((7,), (7, 7, 7), ()):
         fleet.tell(req, *ids, finish=None if ids else Finish("length"))
@@ -166,7 +166,7 @@ def test_the_tokens_of_a_step_are_counted_together() -> None:
 @pytest.mark.parametrize(("status", "counts"), [(500, 1), (503, 1), (400, 0), (None, 1)])
 def test_what_counts_as_a_failed_request(status: int | None, counts: int) -> None:
     """Not a bad request. None: a deadline that passed."""
-    fleet = Fleet(1)
+    fleet = SeenFleet(1)
     req = fleet.start()
     if status is None:
         fleet.dispatcher.expire(req)

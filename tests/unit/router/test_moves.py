@@ -7,7 +7,7 @@ import pytest
 from router.dispatch.running_req import TRIAL_TOKENS, RunningReq
 from shared.protocol.logprobs import LogprobParams, Logprobs
 from shared.protocol.messages import Cancel, Decode, Finish, Load, Move, NodeLimits
-from tests.unit.router.dispatched import IDS, FakeNode, Fleet, decode_of
+from tests.unit.router.dispatched import IDS, SeenFleet, SeenNode, decode_of
 
 LENGTH = Finish("length")
 
@@ -16,7 +16,7 @@ class Moving:
     """A sequence with two tokens that is on its way from `source` to `target`."""
 
     def __init__(self, **params: object) -> None:
-        self.fleet = Fleet(2)
+        self.fleet = SeenFleet(2)
         self.dispatcher = self.fleet.dispatcher
         self.logprobs = "logprobs" in params
         self.req: RunningReq = self.fleet.start(**params)
@@ -37,12 +37,12 @@ class Moving:
         self._tell(self.target, position, ids, key=self.to_key, finish=finish, known=knows_logprobs)
 
     def _tell(
-        self, by: FakeNode, at: int, ids: tuple[int, ...], known: bool = True, **fields: object
+        self, by: SeenNode, at: int, ids: tuple[int, ...], known: bool = True, **fields: object
     ) -> None:
         logprobs = Logprobs(bytes(4 * len(ids))) if self.logprobs and known else None
         self.fleet.tell(self.req, *ids, by=by, at=at, logprobs=logprobs, **fields)
 
-    def fails(self, node: FakeNode) -> None:
+    def fails(self, node: SeenNode) -> None:
         """The move that is under way."""
         assert self.req.moving is not None
         self.fleet.fail(self.req, node, 503, key=self.req.moving.key)
@@ -63,7 +63,7 @@ class Moving:
         return [self.fleet.view.seqs.of(node) for node in (self.source, self.target)]
 
 
-def started(fleet: Fleet, **params: object) -> tuple[RunningReq, FakeNode]:
+def started(fleet: SeenFleet, **params: object) -> tuple[RunningReq, SeenNode]:
     """A sequence with one token, and its node."""
     req = fleet.start(**params)  # type: ignore[arg-type]
     fleet.tell(req, 1)
@@ -240,7 +240,7 @@ def test_a_move_that_arrives_makes_the_next_pause_short_again() -> None:
 
 def test_the_next_move_is_to_another_node_than_the_one_that_refused() -> None:
     """A target needs more pages than the router knows of, so the node that refuses may still look like the best."""
-    fleet = Fleet(3, decode="ttft")
+    fleet = SeenFleet(3, decode="ttft")
     req, source = started(fleet)
     others = [node for node in fleet.decodes if node is not source]
     others[1].load = Load(num_running=20)
@@ -253,7 +253,7 @@ def test_the_next_move_is_to_another_node_than_the_one_that_refused() -> None:
 
 
 def test_targets_that_crash_are_not_followed_by_others() -> None:
-    fleet = Fleet(6)
+    fleet = SeenFleet(6)
     req, source = started(fleet, max_new_tokens=500)
     fleet.dispatcher.move_held(source)
     assert req.moving is not None
@@ -268,7 +268,7 @@ def test_targets_that_crash_are_not_followed_by_others() -> None:
 
 
 def test_a_suspect_does_not_move_and_no_other_moves_to_its_node() -> None:
-    fleet = Fleet(4)
+    fleet = SeenFleet(4)
     suspect = fleet.start(max_new_tokens=500)
     for _ in range(2):
         fleet.kill(decode_of(suspect))
@@ -341,14 +341,14 @@ def test_a_client_that_goes_is_told_to_both() -> None:
 
 # --------------------------------------------------------------------------------------- what moves
 def test_only_what_streams_there_moves() -> None:
-    fleet = Fleet(2)
+    fleet = SeenFleet(2)
     req = fleet.start()
     fleet.dispatcher.move_held(decode_of(req))
     assert req.moving is None, "its prompt is not computed"
 
 
 def test_a_target_needs_room_for_all_that_was_promised() -> None:
-    fleet = Fleet(2)
+    fleet = SeenFleet(2)
     req, source = started(fleet, max_new_tokens=50)
     (other,) = (node for node in fleet.decodes if node is not source)
     for num_places, moves in ((49, False), (50, True)):
@@ -358,7 +358,7 @@ def test_a_target_needs_room_for_all_that_was_promised() -> None:
 
 
 def test_a_few_at_a_time() -> None:
-    fleet = Fleet(2)
+    fleet = SeenFleet(2)
     reqs = [started(fleet)[0] for _ in range(30)]
     for _ in range(2):
         fleet.dispatcher.move_held(fleet.decodes[0])

@@ -17,16 +17,16 @@ from router.dispatch.placement import (
 from router.dispatch.running_req import Attempt
 from shared.protocol.messages import Decode, Finish, Load, Prefill, ReqKey, Role, Work
 from shared.protocol.sampling_params import SamplingParams
-from tests.unit.router.dispatched import IDS, PAGE, FakeNode, Fleet, decode_of
+from tests.unit.router.dispatched import IDS, PAGE, SeenFleet, SeenNode, decode_of
 
 WORK = Work(IDS, SamplingParams(max_new_tokens=8))
 
 
-def by_cost(num_prefill: int = 3, num_decode: int = 3, local: int | None = 0) -> Fleet:
-    return Fleet(num_decode, local, num_prefill=num_prefill, prefill="ttft", decode="ttft")
+def by_cost(num_prefill: int = 3, num_decode: int = 3, local: int | None = 0) -> SeenFleet:
+    return SeenFleet(num_decode, local, num_prefill=num_prefill, prefill="ttft", decode="ttft")
 
 
-def names(fleet: Fleet, role: Role, count: int, ids: tuple[int, ...] = IDS) -> list[str]:
+def names(fleet: SeenFleet, role: Role, count: int, ids: tuple[int, ...] = IDS) -> list[str]:
     """The nodes of a role that get the next requests."""
     sent = [fleet.start(ids).nodes for _ in range(count)]
     return [node.ref.node_id for nodes in sent for node in nodes if node.role is role]
@@ -166,7 +166,7 @@ class TestLargeFleets:
 
     IDS = tuple(range(100 * PAGE))
 
-    def compared(self, fleet: Fleet) -> Sequence[Node]:
+    def compared(self, fleet: SeenFleet) -> Sequence[Node]:
         work = Work(self.IDS, SamplingParams(max_new_tokens=8))
         return compared(fleet.estimates(work), fleet.prefills)
 
@@ -196,7 +196,7 @@ class TestWhoComputes:
     """`--local-prefill-tokens auto`: the decode node that holds a conversation, or a prefill node."""
 
     @staticmethod
-    def sent(fleet: Fleet, ids: tuple[int, ...] = IDS) -> Decode:
+    def sent(fleet: SeenFleet, ids: tuple[int, ...] = IDS) -> Decode:
         return decode_of(fleet.start(ids)).last(Decode)
 
     def test_a_follow_up_stays_where_its_conversation_is(self) -> None:
@@ -232,7 +232,7 @@ class TestWhoComputes:
 
 @pytest.mark.parametrize("name", ["least-load", "power-of-two"])
 def test_the_idle_node_of_two_gets_the_request(name: str) -> None:
-    fleet = Fleet(2, 0, num_prefill=2, prefill=name, decode=name)
+    fleet = SeenFleet(2, 0, num_prefill=2, prefill=name, decode=name)
     fleet.prefills[0].load = Load(num_queued_tokens=100_000)
     fleet.decodes[1].load = Load(num_running=50)
     nodes = [fleet.start().nodes for _ in range(10)]
@@ -241,20 +241,22 @@ def test_the_idle_node_of_two_gets_the_request(name: str) -> None:
 
 def test_two_routers_draw_differently() -> None:
     """`random` and `power-of-two` would lead all routers to the same nodes at once, else."""
-    one, other = (Fleet(1, 0, num_prefill=50, prefill="random", incarnation=name) for name in ("r1", "r2"))
+    one, other = (
+        SeenFleet(1, 0, num_prefill=50, prefill="random", incarnation=name) for name in ("r1", "r2")
+    )
     assert names(one, Role.PREFILL, 10) != names(other, Role.PREFILL, 10)
 
 
 def test_turns_are_those_of_the_nodes_that_took_part() -> None:
     """A request that its decode node prefills has used up no turn of the prefill nodes."""
-    fleet = Fleet(1, PAGE, num_prefill=2, prefill="round-robin", decode="round-robin")
+    fleet = SeenFleet(1, PAGE, num_prefill=2, prefill="round-robin", decode="round-robin")
     fleet.start()
     fleet.start(IDS[:PAGE])
     assert names(fleet, Role.PREFILL, 1) == ["p1"]
 
 
 def test_sequences_that_move_take_turns_too() -> None:
-    fleet = Fleet(3, 0, decode="round-robin")
+    fleet = SeenFleet(3, 0, decode="round-robin")
     targets = []
     for number in range(4):
         target = fleet.dispatcher._placement.target(WORK, fleet.decodes[0], {})
@@ -285,7 +287,7 @@ def test_what_a_move_costs_is_the_transfer_and_the_place() -> None:
 
 def test_a_prompt_on_a_decode_node_costs_the_pauses_of_its_streams() -> None:
     fleet = by_cost(1, 1)
-    node: FakeNode = fleet.decodes[0]
+    node: SeenNode = fleet.decodes[0]
     for running, streams in ((0, 1), (5, 5)):
         node.load = Load(
             num_running=running, num_pages=4096, num_free_pages=4096, prefill_tokens_per_s=1000.0
@@ -297,6 +299,6 @@ def test_a_prompt_on_a_decode_node_costs_the_pauses_of_its_streams() -> None:
 
 def test_a_place_costs_the_next_tokens_of_its_neighbours() -> None:
     fleet = by_cost(1, 1)
-    node: FakeNode = fleet.decodes[0]
+    node: SeenNode = fleet.decodes[0]
     node.load = Load(num_running=5, num_pages=4096, num_free_pages=4096, gen_throughput=500.0)
     assert fleet.estimates(WORK).place_s(node) == TOKENS_AHEAD * 5 / 500.0

@@ -19,7 +19,7 @@ from shared.protocol.messages import (
     Work,
 )
 from shared.protocol.sampling_params import SamplingParams
-from tests.unit.router.dispatched import IDS, Fleet
+from tests.unit.router.dispatched import IDS, SeenFleet
 
 RATES = Load(prefill_tokens_per_s=4000.0, kv_bytes_per_s=2e9)
 """The 80 tokens of a prompt should take 20 ms then, and its 8 MB 4 ms."""
@@ -54,7 +54,7 @@ def stamps(role: str, at: float, *stages: tuple[str, float]) -> tuple[Stamp, ...
     return tuple(entered)
 
 
-def serve(fleet: Fleet, stays: Stays = USUAL) -> RunningReq:
+def serve(fleet: SeenFleet, stays: Stays = USUAL) -> RunningReq:
     """One sequence through both fleets, to its end."""
     work = Work(IDS, SamplingParams(max_new_tokens=2))
     req = fleet.dispatcher.start(work, lambda: None, waited_s=stays.dispatch)
@@ -62,7 +62,7 @@ def serve(fleet: Fleet, stays: Stays = USUAL) -> RunningReq:
     return req
 
 
-def finish(fleet: Fleet, req: RunningReq, stays: Stays) -> None:
+def finish(fleet: SeenFleet, req: RunningReq, stays: Stays) -> None:
     prefill, decode = req.nodes
     sent_at = fleet.now
     fleet.now += stays.reservation + stays.fetch + stays.queue + stays.prefill + stays.delivery
@@ -100,9 +100,9 @@ def seconds_of(start: Start) -> dict[StartStage, float]:
     return {stage.stage: stage.seconds for stage in start.stages}
 
 
-def measured_fleet(num_decode: int = 1) -> Fleet:
+def measured_fleet(num_decode: int = 1) -> SeenFleet:
     """A fleet whose nodes have measured their rates."""
-    fleet = Fleet(num_decode, local_prefill_tokens=0)
+    fleet = SeenFleet(num_decode, local_prefill_tokens=0)
     for node in fleet.nodes:
         node.load = RATES
     return fleet
@@ -210,7 +210,7 @@ def test_a_fetch_beside_a_chunk_ahead_counts_once() -> None:
 
 
 def test_a_stage_without_a_known_rate_makes_nothing_slow() -> None:
-    fleet = Fleet(1, local_prefill_tokens=0)
+    fleet = SeenFleet(1, local_prefill_tokens=0)
     slow = replace(USUAL, prefill=5.0, transfer=5.0)
     start = start_of(serve(fleet, slow))
     assert start.slow_because is None
@@ -235,7 +235,7 @@ def test_a_failover_before_the_first_token_is_named() -> None:
 
 def start_at_decode_node(total_s: float, *stays: tuple[str, float]) -> Start:
     """Of a prompt that the decode node computes by itself."""
-    fleet = Fleet(1, local_prefill_tokens=10_000)
+    fleet = SeenFleet(1, local_prefill_tokens=10_000)
     fleet.decodes[0].load = RATES
     req = fleet.start(max_new_tokens=2)
     fleet.now += total_s

@@ -17,7 +17,7 @@ from router.text.tokenizer import INLINE_CHARS, MEDIUM_CHARS, TextWorkers, Token
 from shared.protocol.messages import NodeLimits, Prefill, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import PATIENCE_S
-from tests.unit.router.dispatched import Fleet
+from tests.unit.router.dispatched import SeenFleet
 from tests.unit.router.fakes import joined_pair, until_queued, write_model
 from tests.unit.router.sample_tokenizers import KINDS, TEXTS, sample
 
@@ -157,7 +157,7 @@ async def test_a_request_whose_prompt_waits_can_be_called_off(
 
 @pytest.mark.parametrize(("prompt_len", "n", "most_a_turn"), [(100_000, 3, 1), (10, 64, 16)])
 async def test_much_work_is_dispatched_in_several_turns(prompt_len: int, n: int, most_a_turn: int) -> None:
-    fleet = Fleet(1)
+    fleet = SeenFleet(1)
     for node in fleet.nodes:
         node.limits = NodeLimits(1 << 20, 1 << 20, 64)
 

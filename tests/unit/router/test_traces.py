@@ -23,7 +23,7 @@ from router.dispatch.stages import StageSpan, stage_spans, stages_of
 from shared.protocol.messages import Decode, Finish, Prefill, ReqKey, ReqReport, Role, Stamp, Work
 from shared.protocol.sampling_params import SamplingParams
 from tests.patience import until
-from tests.unit.router.dispatched import FakeNode as DispatchedNode
+from tests.unit.router.dispatched import SeenNode
 from tests.unit.router.fake_node import FakeNode, one_then_nothing
 from tests.unit.router.fakes import joined_pair
 from tests.unit.router.test_timeline import stamps
@@ -161,8 +161,8 @@ async def test_a_collector_that_is_gone_costs_a_line_in_the_log(
 
 
 # ------------------------------------------------------------------------------------- stages of nodes
-P = DispatchedNode("p0", Role.PREFILL)
-D0, D1 = DispatchedNode("d0", Role.DECODE), DispatchedNode("d1", Role.DECODE)
+P = SeenNode("p0", Role.PREFILL)
+D0, D1 = SeenNode("d0", Role.DECODE), SeenNode("d1", Role.DECODE)
 EPOCH = 1_700_000_000.0
 
 

@@ -10,22 +10,22 @@ from router.dispatch.fleet_view import MAX_RETRY_AFTER_S
 from router.dispatch.running_req import RunningReq
 from shared.errors import RequestError
 from shared.protocol.messages import Failed, Load, NodeLimits, TokenEntry
-from tests.unit.router.dispatched import IDS, FakeNode, Fleet
+from tests.unit.router.dispatched import IDS, SeenFleet, SeenNode
 
 LIMIT_S = 2.0
 RATE = 100.0
 """Prompt tokens a second. IDS has 80."""
 
 
-def limited(**load: float) -> Fleet:
+def limited(**load: float) -> SeenFleet:
     """One prefill node, which is as busy as `load` says, and one decode node."""
-    fleet = Fleet(1, 0, ttft_limit_s=LIMIT_S)
+    fleet = SeenFleet(1, 0, ttft_limit_s=LIMIT_S)
     fleet.prefills[0].load = Load(prefill_tokens_per_s=RATE, **load)  # type: ignore[arg-type]
     return fleet
 
 
-def refusal(fleet: Fleet) -> RequestError:
-    nodes: list[FakeNode] = [*fleet.prefills, *fleet.decodes]
+def refusal(fleet: SeenFleet) -> RequestError:
+    nodes: list[SeenNode] = [*fleet.prefills, *fleet.decodes]
     num_sent = [len(node.sent) for node in nodes]
     with pytest.raises(RequestError) as caught:
         fleet.start()
@@ -73,16 +73,16 @@ def test_what_the_node_holds_takes_no_time() -> None:
     fleet.start()
 
 
-def places(**load: int) -> Fleet:
+def places(**load: int) -> SeenFleet:
     """A decode node with places for two sequences, and a prefill node that computes IDS in 0.1 s."""
-    fleet = Fleet(1, 0, ttft_limit_s=LIMIT_S)
+    fleet = SeenFleet(1, 0, ttft_limit_s=LIMIT_S)
     fleet.prefills[0].load = Load(prefill_tokens_per_s=10 * len(IDS))
     fleet.decodes[0].limits = NodeLimits(65_536, 65_536, 2)
     fleet.decodes[0].load = Load(num_pages=1_000, num_free_pages=1_000, **load)
     return fleet
 
 
-def begin(fleet: Fleet) -> RunningReq:
+def begin(fleet: SeenFleet) -> RunningReq:
     """A request that has its first token."""
     req = fleet.start()
     fleet.dispatcher.on_tokens(fleet.prefills[0], [TokenEntry(req.key, 0, (1,))])

@@ -8,14 +8,14 @@ from router.request.prompt import Prompt
 from shared.protocol.messages import Decode
 from shared.protocol.sampling_params import SamplingParams
 from tests.later_work import assert_kept, later_work
-from tests.unit.router.dispatched import IDS, Fleet, decode_of
+from tests.unit.router.dispatched import IDS, SeenFleet, decode_of
 
 PARAMS = SamplingParams(max_new_tokens=8, seed=5)
 
 
 def test_to_the_nodes_that_a_sequence_goes_through() -> None:
     """The first, the target of a move, and the next when that is lost."""
-    fleet, work = Fleet(3), later_work(IDS, PARAMS)
+    fleet, work = SeenFleet(3), later_work(IDS, PARAMS)
     req = fleet.dispatcher.start(work, lambda: None, in_time=True, rid="named")
     source = decode_of(req)
     assert_kept(source.last(Decode).work, work, rid="named")

@@ -29,7 +29,7 @@ from shared.protocol.messages import (
     TokenEntry,
 )
 from tests.patience import eventually
-from tests.unit.router.dispatched import IDS, VOCAB_SIZE, Fleet
+from tests.unit.router.dispatched import IDS, VOCAB_SIZE, SeenFleet
 from tests.unit.router.fake_node import LAYOUT, LIMITS, FakeNode, byte_level_tokenizer, tell_story
 from tests.unit.router.fakes import joined_router
 from tests.unit.router.test_membership import dialled, new_membership
@@ -113,7 +113,7 @@ def test_it_is_taken_from_the_node_and_counted(
     role: Role, lie: list[dict[str, Any]], params: dict[str, Any]
 ) -> None:
     """And as often as the node lies."""
-    fleet = Fleet(2, 0, num_prefill=2)
+    fleet = SeenFleet(2, 0, num_prefill=2)
     liar = (fleet.prefills if role is Role.PREFILL else fleet.decodes)[0]
     for num_failures in range(1, FAILURES_TO_OPEN + 1):
         req = fleet.start_on(liar, max_new_tokens=NUM_NEW, **params)
@@ -132,7 +132,7 @@ def test_it_is_taken_from_the_node_and_counted(
 
 @pytest.mark.parametrize("ids", [(0,), (VOCAB_SIZE - 1,), (0, 5, VOCAB_SIZE - 1)])
 def test_what_can_be_is_taken(ids: tuple[int, ...]) -> None:
-    fleet = Fleet(1)
+    fleet = SeenFleet(1)
     req = fleet.start(max_new_tokens=NUM_NEW)
     fleet.tell(req, *ids, report=ReqReport(cached_tokens=len(IDS)))
     fleet.tell(req, 5, finish=Finish("stop", 5))
@@ -140,7 +140,7 @@ def test_what_can_be_is_taken(ids: tuple[int, ...]) -> None:
 
 
 def test_output_of_an_earlier_attempt_may_be_cached_too() -> None:
-    fleet = Fleet(2, 0)
+    fleet = SeenFleet(2, 0)
     req = fleet.start(max_new_tokens=NUM_NEW)
     fleet.tell(req, 5, 6)
     fleet.kill(req.nodes[-1], Loss.BROKEN)
@@ -149,7 +149,7 @@ def test_output_of_an_earlier_attempt_may_be_cached_too() -> None:
 
 
 def test_a_finish_without_a_token_ends_what_asked_for_none() -> None:
-    fleet = Fleet(1)
+    fleet = SeenFleet(1)
     req = fleet.start(max_new_tokens=0)
     fleet.tell(req, finish=LENGTH)
     assert req.finish == LENGTH and req.output_ids == []
@@ -157,7 +157,7 @@ def test_a_finish_without_a_token_ends_what_asked_for_none() -> None:
 
 def test_a_prefill_node_that_lies_late_does_not_disturb_the_stream() -> None:
     """The decode node has spoken, so that the sequence does not need the prefill node."""
-    fleet = Fleet(1, 0)
+    fleet = SeenFleet(1, 0)
     req = fleet.start(max_new_tokens=NUM_NEW)
     fleet.tell(req, 5)
     fleet.tell(req, -1, by=req.nodes[0], at=0)
@@ -168,7 +168,7 @@ def test_a_prefill_node_that_lies_late_does_not_disturb_the_stream() -> None:
 @pytest.mark.parametrize("lie", ["a token id", "not cached"])
 def test_it_ends_with_the_reason_when_every_node_lies(lie: str) -> None:
     """That a prompt is not cached is answered only where a bound was asked for, which is not asked for again."""
-    fleet, num_sent = Fleet(2, 0), 0
+    fleet, num_sent = SeenFleet(2, 0), 0
     req = fleet.start(max_new_tokens=NUM_NEW)
     while not req.ended:
         if req.nodes:

@@ -34,7 +34,7 @@ class GatedBackend(TokenGrammarBackend):
         return super().compile(grammar)
 
 
-class World:
+class QueueRig:
     def __init__(self) -> None:
         self.backend = GatedBackend()
         self.pool = CompilePool(lambda: self.backend, num_threads=1)
@@ -58,14 +58,14 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
+def world() -> Iterator[QueueRig]:
+    world = QueueRig()
     yield world
     world.backend.gate.set()
     world.pool.close()
 
 
-def test_a_request_waits_until_its_grammar_is_compiled(world: World) -> None:
+def test_a_request_waits_until_its_grammar_is_compiled(world: QueueRig) -> None:
     req = world.add("a", token_grammar(3, 9))
     assert world.queue.take() == []
     assert len(world.queue) == 1 and req.key in world.queue.waiting
@@ -79,7 +79,7 @@ def test_a_request_waits_until_its_grammar_is_compiled(world: World) -> None:
     assert req.grammar is not None and len(world.queue) == 0
 
 
-def test_known_outputs_are_replayed(world: World) -> None:
+def test_known_outputs_are_replayed(world: QueueRig) -> None:
     req = world.add("a", token_grammar(3, 9), output_ids=(3, 6))
     world.compile_all()
     (over,) = world.queue.take()
@@ -91,7 +91,7 @@ def test_known_outputs_are_replayed(world: World) -> None:
 
 
 @pytest.mark.parametrize("output_ids", [(3, 7), (3, 6, EOS), (EOS,)])
-def test_outputs_that_nothing_can_follow_are_refused(world: World, output_ids: tuple[int, ...]) -> None:
+def test_outputs_that_nothing_can_follow_are_refused(world: QueueRig, output_ids: tuple[int, ...]) -> None:
     world.add("a", token_grammar(3, 2), output_ids)
     world.compile_all()
     (over,) = world.queue.take()
@@ -99,7 +99,7 @@ def test_outputs_that_nothing_can_follow_are_refused(world: World, output_ids: t
     assert (over.error.status, over.error.param) == (400, "regex")
 
 
-def test_a_bad_grammar_says_so(world: World) -> None:
+def test_a_bad_grammar_says_so(world: QueueRig) -> None:
     world.add("a", Grammar("ebnf", "nonsense"))
     world.add("b", token_grammar(3, 9))
     world.compile_all()
@@ -108,7 +108,7 @@ def test_a_bad_grammar_says_so(world: World) -> None:
     assert b.error is None
 
 
-def test_the_deadline_of_a_slow_grammar_and_of_one_behind_it(world: World) -> None:
+def test_the_deadline_of_a_slow_grammar_and_of_one_behind_it(world: QueueRig) -> None:
     """One thread: the first is being compiled, the second has not begun, which is not its fault."""
     slow, behind = world.add("slow", token_grammar(3, 9)), world.add("behind", token_grammar(5, 9))
     assert world.backend.began.wait(PATIENCE_S)
@@ -124,7 +124,7 @@ def test_the_deadline_of_a_slow_grammar_and_of_one_behind_it(world: World) -> No
     assert [over.req for over in world.queue.take()] == [late]
 
 
-def test_a_slow_grammar_that_was_compiled_before_fails_over(world: World) -> None:
+def test_a_slow_grammar_that_was_compiled_before_fails_over(world: QueueRig) -> None:
     """Another node has made outputs with it, so the node is too busy, and the request is not wrong."""
     world.add("resumed", token_grammar(3, 9), output_ids=(3, 6))
     assert world.backend.began.wait(PATIENCE_S)
@@ -133,7 +133,7 @@ def test_a_slow_grammar_that_was_compiled_before_fails_over(world: World) -> Non
     assert over.error is not None and (over.error.status, over.error.param) == (503, None)
 
 
-def test_a_request_that_ended_does_not_come_back(world: World) -> None:
+def test_a_request_that_ended_does_not_come_back(world: QueueRig) -> None:
     req = world.add("a", token_grammar(3, 9))
     world.queue.remove(req)
     world.queue.remove(req)
@@ -141,7 +141,7 @@ def test_a_request_that_ended_does_not_come_back(world: World) -> None:
     assert world.queue.take() == []
 
 
-def test_abandoned_grammars_keep_nobody_waiting(world: World) -> None:
+def test_abandoned_grammars_keep_nobody_waiting(world: QueueRig) -> None:
     world.add("running", token_grammar(2, 9))
     assert world.backend.began.wait(PATIENCE_S)
     for i in range(40):
@@ -156,7 +156,7 @@ def test_abandoned_grammars_keep_nobody_waiting(world: World) -> None:
     ]
 
 
-def test_past_the_deadline_a_grammar_is_not_begun(world: World) -> None:
+def test_past_the_deadline_a_grammar_is_not_begun(world: QueueRig) -> None:
     world.add("running", token_grammar(2, 9))
     assert world.backend.began.wait(PATIENCE_S)
     world.add("late", token_grammar(3, 9))
@@ -166,7 +166,7 @@ def test_past_the_deadline_a_grammar_is_not_begun(world: World) -> None:
     assert token_grammar(3, 9).text not in world.backend.compiled
 
 
-def test_outputs_that_are_slow_to_replay_are_refused(world: World) -> None:
+def test_outputs_that_are_slow_to_replay_are_refused(world: QueueRig) -> None:
     world.compile_all()
     world.pool.compile(token_grammar(3, 9)).result(PATIENCE_S)
     seconds = count(0.0, 1.0)
