@@ -1,25 +1,22 @@
 """Writes the tables of the kept results in docs/performance/.
 
 `python -m tests.bench.page` fills in the README and docs/performance.md. Only what stands between `<!-- NAME -->` and
-`<!-- /NAME -->` is generated. NAME is a bench, for its tables; `targets` or `machine`; `peers`, for the table of all
-engines; `speed`, for the table of the README; or a folder of docs/performance/ with the results of another kind of
-machine, for that machine and the targets that were measured on it.
+`<!-- /NAME -->` is generated. NAME is a bench, for its table; `targets` or `machine`; `peers`, for Baton beside other
+engines; `speed`, for the tables of the README; or a folder of docs/performance/ with the results of another kind of
+machine, for that machine. The targets that were measured on it have a column of their own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tests.bench.suite import load
 from tests.bench.table import Row
-from tests.bench.targets import targets_table
-
-Results = Mapping[str, Mapping[str, Any]]
-"""By the name of the bench."""
+from tests.bench.targets import Results, targets_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
@@ -47,41 +44,43 @@ WEIGHTS = {
 BITS = {"int8": "8 bits", "int4": "4 bits", "mxfp4": "MXFP4"}
 """Weights by the end of a result's name. Other results are in bf16."""
 COLUMNS = {
-    "prefill": "model cores cached length tokens_s ratio ratio_all",
-    "scheduling": "policy num_waiting slot_free ignore_eos priority cache_changes step_ms",
     "overlap": "device num_running added_ms forward_ms cost_ms hidden speedup",
-    "interference": "fleet gaps quiet_p50_ms itl_p50_ms itl_p99_ms itl_max_ms ttft_ms p99_ratio",
-    "trace": "fleet times_recorded_rate ttft_p50_ms ttft_p99_ms itl_p50_ms itl_p99_ms goodput",
-    "serving": "streams overlap_on overlap_off cold_ms cached_ms handoff_ms ratio",
+    "interference": "fleet quiet_p50_ms itl_p50_ms itl_p99_ms itl_max_ms ttft_ms",
     "failover": (
-        "what prompt_cached times streams context moves p50_ms p99_ms limit_ms pause_p50_ms "
-        "pause_p99_ms prefill_p50_ms prefill_p99_ms ratio_p50 ratio_p99 step_ms pause_steps_p50 "
-        "pause_steps_p99 quiet_steps_p50 quiet_steps_p99 drain_s ratio "
-        "longest_pause_p50_ms longest_pause_p99_ms wrong"
+        "what times p50_ms p99_ms limit_ms "
+        "context moves pause_p50_ms step_ms pause_steps_p50 pause_steps_p99 quiet_steps_p50 quiet_steps_p99"
     ),
-    "cold_start": "command phase seconds",
 }
 """What the page's tables show of the rows; the JSON files have the rest."""
 PIVOTS = {
-    "decode": (("model cores context", "batch", "step_ms ratio ratio_read"),),
-    "attention": (
-        ("batch context", "heads", "call_us ratio"),
-        ("cached length", "heads", "call_ms ratio"),
-    ),
-    "transfer": (("backend slots", "batch_mib", "whole_path_gb_s ratio"),),
-    "sockets": (("transport", "batch_mib", "whole_path_gb_s ratio"),),
-    "memory": (("model node", "after", "beyond_mib"),),
-    "router": (("workers dialect streams", "offered_tokens_s", "tokens_s_one_core tokens_an_event"),),
+    "decode": ("model cores context", "batch", "step_ms ratio ratio_read"),
+    "prefill": ("model cores length", "cached", "tokens_s ratio ratio_all"),
+    "attention": ("batch context", "heads", "call_us ratio"),
+    "transfer": ("backend", "batch_mib", "whole_path_gb_s ratio"),
+    "scheduling": ("num_waiting", "policy", "step_ms"),
+    "router": ("workers dialect offered_tokens_s", "streams", "tokens_s_one_core tokens_an_event"),
 }
-"""Of benches with many rows, for each table: the columns that name a row, the one whose values head the others, and
-what a cell has, all but the first of them in brackets."""
+"""Of benches with many rows: the columns that name a row, the one whose values head the others, and what a cell has,
+all but the first of them in brackets."""
+ROWS: Mapping[str, Callable[[Row], bool]] = {
+    "prefill": lambda row: row["length"] != 1024 and row["cached"] in (0, 1536, 3584),
+    "attention": lambda row: row.get("batch") != 8,
+    "transfer": lambda row: row["slots"] == "4 x 4 MiB",
+    "scheduling": lambda row: (
+        (row["num_waiting"], row["slot_free"], row["cache_changes"]) == (1000, True, True)
+        and not (row["ignore_eos"] or row["priority"])
+    ),
+    "overlap": lambda row: row["cost_ms"] >= 0.05 * row["wall_off_ms"],  # as its target
+    "failover": lambda row: row["bench"] in ("detection", "moved_stream"),
+}
+"""Which rows a table shows, if not all."""
 
 
 def main() -> None:
     """Write the pages anew."""
     folder = PAGE.with_suffix("")
     results = load(folder)
-    others = {path.name: load(path) for path in folder.iterdir() if path.is_dir()}
+    others = {path.name: load(path) for path in sorted(folder.iterdir()) if path.is_dir()}
     for page in PAGES:
         page.write_text(filled(page.read_text(), results, others))
 
@@ -95,9 +94,9 @@ def filled(page: str, results: Results, others: Mapping[str, Results] = MappingP
     def part(match: re.Match[str]) -> str:
         name = match[1]
         if name in others:
-            text = f"{_machine(others[name])}\n\n{targets_table(others[name], measured_only=True)}"
+            text = _machine(others[name])
         else:
-            text = _generated(name, results)
+            text = targets_table(results, others) if name == "targets" else _generated(name, results)
         return f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", part, page, flags=re.DOTALL)
@@ -105,8 +104,6 @@ def filled(page: str, results: Results, others: Mapping[str, Results] = MappingP
 
 def _generated(name: str, results: Results) -> str:
     match name:
-        case "targets":
-            return targets_table(results)
         case "speed":
             return _speed(results)
         case "machine":
@@ -115,16 +112,12 @@ def _generated(name: str, results: Results) -> str:
             return _peers(results)
     if name not in results:
         return "Not measured."
-    result = results[name]
-    about = result["machine"]
     if name == "planner":
-        tables = _planner(result)
-    elif name in PIVOTS:
-        tables = [line for pivot in PIVOTS[name] for line in ("", *_pivot(result["rows"], *pivot))][1:]
+        lines = _planner(results[name])
     else:
-        tables = _tables(result["rows"], COLUMNS[name].split())
-    lines = [f"{about['date'].split()[0]}, load {about['load_before']:g}.", "", *tables]
-    return "\n".join(lines).rstrip()
+        rows = [row for row in results[name]["rows"] if name not in ROWS or ROWS[name](row)]
+        lines = _pivot(rows, *PIVOTS[name]) if name in PIVOTS else _tables(rows, COLUMNS[name].split())
+    return "\n".join(lines)
 
 
 ERRORS = {
@@ -140,58 +133,55 @@ def _planner(result: Mapping[str, Any]) -> list[str]:
     """Predictions that missed, with how far their two rounds differ, and the range of those that hit."""
     rows = [row for row in result["rows"] if row["bench"] == "error"]
     hits = [row for row in rows if row["hit"]]
-    head = ["", "kernels", "fleet, workload, rate", *ERRORS.values(), "CPU"]
-    lines = [
-        f"{len(hits)} of {len(rows)} hit.",
-        "",
-        f"| {' | '.join(head)} |",
-        f"| {' | '.join('---' for _ in head)} |",
-    ]
+    head = [f"{len(hits)} of {len(rows)} hit", "kernels", "fleet, workload, rate", *ERRORS.values()]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
     for row in rows:
         if not row["hit"]:
             errors = [
                 f"{100 * row[f'{name}_error']:+.0f} ({100 * row[f'{name}_differ']:.0f})" for name in ERRORS
             ]
             what = f"{row['fleet']}, {row['part'].split()[0]}, {row['rate']:g}x"
-            shown = ["**missed**", row["kernels"], what, *errors, f"{100 * row['cpu_share']:.0f} %"]
-            lines.append(f"| {' | '.join(shown)} |")
+            lines.append(f"| {' | '.join(['**missed**', row['kernels'], what, *errors])} |")
     for kernels in dict.fromkeys(row["kernels"] for row in hits):
         group = [row for row in hits if row["kernels"] == kernels]
-        errors = [_percents([row[f"{name}_error"] for row in group], "+") for name in ERRORS]
-        cpu = _percents([row["cpu_share"] for row in group], "")
-        shown = ["hit", kernels, f"{len(group)} of them", *errors, f"{cpu} %"]
-        lines.append(f"| {' | '.join(shown)} |")
+        errors = [_percents([row[f"{name}_error"] for row in group]) for name in ERRORS]
+        lines.append(f"| {' | '.join(['hit', kernels, f'{len(group)} of them', *errors])} |")
     return lines
 
 
-def _percents(shares: Sequence[float], sign: str) -> str:
+def _percents(shares: Sequence[float]) -> str:
     """The least and the most, if they differ."""
-    ends = (f"{100 * end:{sign}.0f}" for end in (min(shares), max(shares)))
+    ends = (f"{100 * end:+.0f}" for end in (min(shares), max(shares)))
     return " to ".join(dict.fromkeys(ends))
 
 
 def _peers(results: Results) -> str:
-    """A row for each engine: seconds of each workload and what it has against the best other engine, and memory."""
-    head = ["model, weights", "engine", *WORKLOADS, "of_read_limit", "peak_mib"]
+    """A row for each model and fleet of Baton, in brackets the best other engine of each column."""
+    head = ["model, weights", "fleet", *WORKLOADS, "of_read_limit", "peak_mib"]
     lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
     for name, result in results.items():
         if not name.startswith("peers_"):
             continue
-        of = {(row["engine"], row.get("workload")): row for row in result["rows"] if "reason" not in row}
-        model, load = result["rows"][0]["model"], result["machine"]["load_before"]
-        what = f"{model}, {BITS.get(name.rpartition('_')[2], 'bf16')} (load {load:g})"
-        for engine in dict.fromkeys(engine for engine, _ in of):
+        rows = result["rows"]
+        what = f"{rows[0]['model']}, {BITS.get(name.rpartition('_')[2], 'bf16')}"
+        for fleet in ("baton-0P1D", "baton-1P1D"):
+            of = {row["workload"]: row for row in rows if row["engine"] == fleet and "seconds" in row}
+            if not of:
+                continue
             cells = [
-                f"{of[engine, work]['seconds']:g} ({of[engine, work]['against_best']:g})"
-                if (engine, work) in of
-                else "–"
+                "{seconds:g} ({against_best:g} {best_peer})".format_map(of[work]) if work in of else "–"
                 for work in WORKLOADS
             ]
-            single, memory = of[engine, "single"], of[engine, None]
-            shown = [what, engine, *cells, f"{single['of_read_limit']:g}", f"{memory['peak_mib']:g}"]
-            lines.append(f"| {' | '.join(shown)} |")
-            what = ""
+            cells += [_beside(rows, fleet, "of_read_limit", max), _beside(rows, fleet, "peak_mib", min)]
+            lines.append(f"| {' | '.join([what, fleet[6:], *cells])} |")
     return "\n".join(lines)
+
+
+def _beside(rows: Sequence[Row], fleet: str, column: str, best: Callable[..., str]) -> str:
+    """A figure of `fleet`, and in brackets the best of the other engines'."""
+    of = {row["engine"]: row[column] for row in rows if column in row}
+    other = best((engine for engine in of if not engine.startswith("baton")), key=of.__getitem__)
+    return f"{of[fleet]:g} ({of[other]:g} {other})"
 
 
 def _speed(results: Results) -> str:
@@ -234,7 +224,7 @@ def _speed_table(peers: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _machine(results: Results) -> str:
-    """What is the same for all results, or a line for each kind of machine."""
+    """A line for each kind of machine, with the load of the minute before each of its benches."""
     keys = ("cpu", "cpu_flags", "cores", "last_level_cache_mib", "memory_gib", "torch", "python")
     kinds = {}
     for name, result in results.items():
@@ -242,11 +232,13 @@ def _machine(results: Results) -> str:
         kinds.setdefault(repr(about), (about, []))[1].append(name)
     lines = []
     for about, names in kinds.values():
-        which = "" if len(kinds) == 1 else f"{', '.join(names)}: "
+        days = sorted({results[name]["machine"]["date"].split()[0] for name in names})
+        loads = ", ".join(f"{name} {results[name]['machine']['load_before']:g}" for name in names)
         lines.append(
-            f"{which}{about['cpu']} ({', '.join(about['cpu_flags'])}), {about['cores']} cores, "
+            f"{about['cpu']} ({', '.join(about['cpu_flags'])}), {about['cores']} cores, "
             f"{about['last_level_cache_mib']} MiB of last-level cache, {about['memory_gib']:g} GiB of memory; "
-            f"torch {about['torch']}, Python {about['python']}."
+            f"torch {about['torch']}, Python {about['python']}; "
+            f"{' to '.join(days[:1] + days[1:][-1:])}. Loads: {loads}."
         )
     return "\n\n".join(lines)
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NOT_MEASURED = "not measured"
+Results = Mapping[str, Mapping[str, Any]]
+"""By the name of the bench."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Target:
         assert self.at_most is not None
         return value <= self.at_most
 
-    def reached(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
+    def reached(self, results: Results) -> float | None:
         """The figure; None if the bench was not run, or says nothing of it."""
         result = results.get(self.bench)
         return None if result is None else result["summary"].get(self.key)
@@ -145,16 +146,18 @@ TARGETS = (
 )
 
 
-def targets_table(results: Mapping[str, Mapping[str, Any]], *, measured_only: bool = False) -> str:
-    """Markdown: each target (or only those that were measured), met or not, and what was reached."""
-    lines = ["| target | bound | reached | |", "| --- | --- | --- | --- |"]
+def targets_table(results: Results, others: Mapping[str, Results]) -> str:
+    """Markdown: each target and what was reached, with a column for each of `others`; what missed is bold."""
+    head = ["target", "bound", "reached", *(f"reached, {name}" for name in others)]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
     for target in TARGETS:
-        value = target.reached(results)
-        if value is None and measured_only:
-            continue
-        if value is None:
-            lines.append(f"| {target.what} | {target.bound} | {NOT_MEASURED} | |")
-        else:
-            verdict = "met" if target.is_met(value) else "**missed**"
-            lines.append(f"| {target.what} | {target.bound} | {value:g}{target.unit} | {verdict} |")
+        cells = [target.what, target.bound, *(_reached(target, of) for of in (results, *others.values()))]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _reached(target: Target, results: Results) -> str:
+    value = target.reached(results)
+    if value is None:
+        return "–"
+    return f"{value:g}{target.unit}" if target.is_met(value) else f"**{value:g}{target.unit}, missed**"
