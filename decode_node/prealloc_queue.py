@@ -160,7 +160,7 @@ class PreallocQueue:
     def _headroom_beside(self, others: Sequence[ReqKV], num_tokens: int) -> Room:
         """What stays free for a few more tokens of each of `others`, and of one of `num_tokens` tokens."""
         lens = [num_tokens, *(kv.kv_allocated_len for kv in others)] if others else []
-        return self._ledger.growth((kv_len, self._headroom) for kv_len in lens)
+        return self._ledger.growth(lens, [self._headroom] * len(lens))
 
     def _peek(self, req: Req) -> Peek:
         """The cached prefix of `req`, looked up again when the RadixCache has changed. This does not refresh the LRU.

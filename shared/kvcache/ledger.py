@@ -152,11 +152,10 @@ class KVLedger:
         """The window page of each page, 0 for none; empty for a model without windows."""
         return () if self.windows is None else tuple(self.windows.of_page[pages].tolist())
 
-    def growth(self, grown: Iterable[tuple[int, int]]) -> Room:
-        """What sequences need to grow, one token at a time: of each, its tokens and how many more there will be."""
-        grown = list(grown)
-        windows = 0 if self.windows is None else sum(self.window_growth(*one) for one in grown)
-        return Room(self.pages_for(sum(num_more for _, num_more in grown)), windows)
+    def growth(self, lens: Iterable[int], nums_more: Sequence[int]) -> Room:
+        """What sequences of `lens` tokens need to grow by `nums_more`, one token at a time."""
+        windows = 0 if self.windows is None else sum(map(self.window_growth, lens, nums_more))
+        return Room(self.pages_for(sum(nums_more)), windows)
 
     def window_growth(self, num_tokens: int, num_more: int) -> int:
         """Window pages that a sequence of `num_tokens` tokens needs for `num_more` behind them, one token at a time.

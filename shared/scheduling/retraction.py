@@ -152,7 +152,8 @@ class Retraction:
         others = [*running, req] if running else []
         num_steps = self.num_missing_pages(running)
         spare = ledger.growth(
-            (len(other.ids), min(self._reserved_tokens, other.num_wanted)) for other in others
+            (len(other.ids) for other in others),
+            [min(self._reserved_tokens, other.num_wanted) for other in others],
         )
         with ledger.tentative(ledger.match_prefix(req.ids, req.extra_key), req.extra_key) as tentative:
             kv = tentative.kv
@@ -235,7 +236,8 @@ class Retraction:
         """
         if len(running) < 2 or self.held:
             return
-        watermark = self._ledger.growth((len(req.ids), self._reserved_tokens) for req in running)
+        nums_more = [self._reserved_tokens] * len(running)
+        watermark = self._ledger.growth((len(req.ids) for req in running), nums_more)
         if self._ledger.available.holds(watermark):
             return
         if any(self._num_forwards - named_at < self._wait_steps for named_at in self._named.values()):
