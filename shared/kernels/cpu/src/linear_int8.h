@@ -149,11 +149,10 @@ void rows_times_panel(const Codes& x, int64_t begin, int64_t end, const Panel<Co
                       Finish&& finish) {
   alignas(64) float y[kMaxRows * kPanel];
   const int64_t steps = (end - begin + kMaxRows - 1) / kMaxRows, units = x.k * Code::kBits / 32;
-  const auto fetched_before = [&](int64_t step) { return (kUnitLines * step + steps - 1) / steps; };
   const char* ahead = reinterpret_cast<const char*>(steps == 1 ? panel.codes + kAhead : next);
   for (int64_t step = 0, row = begin; step < steps; step++) {
     const int64_t rows = (end - row + steps - step - 1) / (steps - step);
-    const int64_t fetched = fetched_before(step + 1) - fetched_before(step);
+    const int64_t fetched = fetched_by(step, steps, kUnitLines);
     sum_rows<Code>(rows, x, row, panel, fetched, ahead, y);
     ahead += 64 * fetched * units;
     for (int64_t r = 0; r < rows; r++, row++) finish(row, y + r * kPanel);
