@@ -123,8 +123,8 @@ format: $(DEV)
 bench: $(DEV)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-# Against vLLM, OpenVINO GenAI and transformers, each in a venv of its own in .peers/ (6 GB). ARGS choose models, workloads,
-# engines and rounds.
+# Against vLLM, OpenVINO GenAI, llama.cpp and transformers, each in a venv of its own in .peers/ (6 GB). ARGS choose models,
+# workloads, engines and rounds.
 bench-peers: $(DEV)
 	@$(BIN)/python -m tests.bench.peers $(ARGS)
 

@@ -19,18 +19,15 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
-from shared.kvtransfer.endpoint import PageStore
 from shared.kvtransfer.link import Stepped
 from shared.protocol.messages import Announcement, NodeToRouter, Outbox, RouterToNode, Struct
 from shared.protocol.transfer_messages import ReceiverToSender, SenderToReceiver
-from tests.page_stores import PagesAround
 
 AnyMessage = RouterToNode | NodeToRouter | Announcement | SenderToReceiver | ReceiverToSender
 
@@ -122,7 +119,6 @@ class FakeNetwork:
         self.defects: list[str] = []
         """What a data link would not have survived; `advance` raises the first."""
         self.num_payloads_to_corrupt = self.num_payloads_to_spare = 0
-        self.num_scatters_to_corrupt = 0
         self._parties: dict[str, _Party] = {}
         self._events: list[_Event] = []
         self._numbers = itertools.count()
@@ -240,10 +236,6 @@ class FakeNetwork:
         self.num_payloads_to_spare = after
         self.num_payloads_to_corrupt += count
 
-    def corrupt_after_check(self, count: int = 1) -> None:
-        """Flip a byte of the next `count` scatters of any CorruptingPages: nothing in the transfer can notice."""
-        self.num_scatters_to_corrupt += count
-
     # ---------------------------------------------------------------------------------------- time
     def call_later(self, seconds: float, run: Callable[[], None], *, owner: str | None = None) -> None:
         """Run something at a later time: never if `owner` was killed by then, later if it is stopped."""
@@ -357,22 +349,3 @@ class FakeNetwork:
 
     def _draw(self, bounds: tuple[float, float]) -> float:
         return self.random.uniform(*bounds)
-
-
-class CorruptingPages(PagesAround):
-    """A page store that damages scattered pages when its network was told `corrupt_after_check`."""
-
-    def __init__(self, pages: PageStore, network: FakeNetwork) -> None:
-        super().__init__(pages)
-        self._network = network
-
-    def scatter(
-        self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
-    ) -> int:
-        digest = super().scatter(page_ids, first_layer, num_layers, src, seed)
-        if self._network.num_scatters_to_corrupt > 0:
-            self._network.num_scatters_to_corrupt -= 1
-            damaged = src.clone()
-            damaged[self._network.random.randrange(src.numel())] ^= 0x40
-            super().scatter(page_ids, first_layer, num_layers, damaged, seed)
-        return digest

@@ -360,15 +360,6 @@ class Router(Process):
         code, info = self.get("/get_server_info")
         return {load["node_id"]: load for load in info["internal_states"]} if code == 200 else {}
 
-    def wait_load(self, node_id: str, **values: int) -> None:
-        """Until a node's load has these values."""
-
-        def reached() -> bool:
-            load = self.loads().get(node_id, {})
-            return all(load.get(name) == value for name, value in values.items())
-
-        until(reached, lambda: f"{node_id} has {values}: {self.loads().get(node_id)}")
-
     def wait_home(self, *node_ids: str) -> None:
         """Until the pages and slots of these nodes (all, if none is named) are back.
 

@@ -39,7 +39,6 @@ from shared.protocol.sampling_params import SamplingParams
 from shared.protocol.transfer_messages import Handoff
 from shared.scheduling.commit import Sampled
 from shared.scheduling.plan import ScheduleBatch
-from shared.timeline import Clock
 
 _ROUTER = "router"
 _PREFILL_NODE = NodeRef("prefill", "prefill#1", "tcp://nowhere:0")
@@ -65,10 +64,9 @@ class Forward:
 class NodeLoop:
     """Feeds a DecodeScheduler on the calling thread until `close`. `engine` is the caller's to close, after that."""
 
-    def __init__(self, config: NodeConfig, engine: Engine, *, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, config: NodeConfig, engine: Engine) -> None:
         self._exits = ExitStack()
-        self._stream = _TimedStream(engine.stream, clock)
-        self._clock = clock
+        self._stream = _TimedStream(engine.stream)
         self._random = np.random.default_rng(0)
         self._host_s = 0.0
         self._num_reqs = 0
@@ -150,9 +148,9 @@ class NodeLoop:
     def _turn(self) -> tuple[list[Forward], bool]:
         """Take a turn. Returns the forwards that it has committed, and whether there was anything to do."""
         stream = self._stream
-        away_s, start = stream.away_s, self._clock()
+        away_s, start = stream.away_s, time.perf_counter()
         worked = self._scheduler.step()
-        self._host_s += self._clock() - start - (stream.away_s - away_s)
+        self._host_s += time.perf_counter() - start - (stream.away_s - away_s)
         done, stream.done = stream.done, []
         forwards = [
             Forward(
@@ -172,10 +170,9 @@ class NodeLoop:
 class _TimedStream:
     """A ForwardStream that notes when forwards are launched and done."""
 
-    def __init__(self, stream: ForwardStream, clock: Clock) -> None:
+    def __init__(self, stream: ForwardStream) -> None:
         self._stream = stream
         self._submitted_at = 0.0
-        self.clock = clock
         self.done_at = 0.0
         self.away_s = 0.0
         """Spent in launching forwards and in waiting for them, so far."""
@@ -185,16 +182,16 @@ class _TimedStream:
 
     def submit(self, batch: ModelWorkerBatch) -> Any:
         """Launch a forward."""
-        self._submitted_at = self.clock()
+        self._submitted_at = time.perf_counter()
         forwarded = self._stream.submit(batch)
-        self.away_s += self.clock() - self._submitted_at
+        self.away_s += time.perf_counter() - self._submitted_at
         return forwarded
 
     def sample(self, forwarded: Any, vocab_mask: Any = None) -> _TimedResult:
         """Queue its sampling."""
-        start = self.clock()
+        start = time.perf_counter()
         pending = self._stream.sample(forwarded, vocab_mask)
-        self.away_s += self.clock() - start
+        self.away_s += time.perf_counter() - start
         batch = self.launching()
         assert batch is not None
         return _TimedResult(self, pending, batch, self._submitted_at)
@@ -211,9 +208,9 @@ class _TimedResult:
 
     def wait(self) -> Sampled:
         """Its tokens."""
-        stream, start = self.stream, self.stream.clock()
+        stream, start = self.stream, time.perf_counter()
         sampled = self.pending.wait()
-        end = stream.clock()
+        end = time.perf_counter()
         stream.away_s += end - start
         stream.done.append((self.batch, end - max(self.submitted_at, stream.done_at)))
         stream.done_at = end

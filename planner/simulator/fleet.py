@@ -65,7 +65,7 @@ class Outcome:
 class _QuietMetrics(Metrics):
     """No histograms: the simulation keeps what it needs itself."""
 
-    def started(self, req: RunningReq) -> None:
+    def started(self) -> None:
         pass
 
     def first_tokens(self, num_new: int, ttft_s: float) -> None:

@@ -142,7 +142,7 @@ class Dispatcher:
         req = RunningReq(self._next_key(), work, wake=wake, now=now, rid=rid, waited_s=waited_s)
         self._running[req.key.rid] = req
         self.queue.join(req.key.rid)
-        self._metrics.started(req)
+        self._metrics.started()
         self._send(req, work, route)
         return req
 
@@ -150,7 +150,7 @@ class Dispatcher:
         """The ended record of a sequence that was aborted before it was sent."""
         now = self._clock()
         req = RunningReq(self._next_key(), work, wake=wake, now=now)
-        self._metrics.started(req)
+        self._metrics.started()
         req.end(now, finish=Aborted(message))
         self._metrics.ended(req)
         return req

@@ -135,7 +135,7 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def started(self, req: RunningReq) -> None:
+    def started(self) -> None:
         """Count a sequence that was sent to its nodes, or aborted before."""
         self.count("sglang:num_requests")
 

@@ -24,7 +24,7 @@ from shared.protocol.sampling_params import MAX_SEED
 T = TypeVar("T")
 
 MAX_ANSWER_LOGPROBS = 4 * MAX_INPUT_LOGPROBS
-"""Numbers about the tokens of all prompts of one HTTP request, counted for each choice. They are in one answer."""
+"""Numbers about the prompts of one HTTP request, counted for each choice, and as many again about its output."""
 ROUTING_KEY_HEADER = "x-smg-routing-key"
 """SGLang's name. Proxies in front of a fleet set this header, since they do not rewrite bodies."""
 

@@ -85,14 +85,13 @@ def prompt_logprobs(
     hidden_ND: torch.Tensor,
     inputs: LogprobInputs[torch.Tensor],
     vocab_size: int,
-    max_logits: int = MAX_LOGITS_AT_ONCE,
 ) -> GatheredLogprobs:
     """Logprobs of the prompt tokens whose hidden states are `hidden_ND`, one for each of `inputs.rows_N`.
 
-    `logits` maps rows of them to float32 logits over `vocab_size` tokens, of which `max_logits` are computed at once.
+    `logits` maps rows of them to float32 logits over `vocab_size` tokens, at most MAX_LOGITS_AT_ONCE at a time.
     """
     assert inputs.targets_N is not None, "the tokens of a prompt are known"
-    step = max(1, max_logits // vocab_size)
+    step = max(1, MAX_LOGITS_AT_ONCE // vocab_size)
     blocks: list[GatheredLogprobs] = []
     for first in range(0, len(hidden_ND), step):
         block = slice(first, first + step)

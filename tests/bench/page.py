@@ -88,7 +88,7 @@ def main() -> None:
 def filled(page: str, results: Results, others: Mapping[str, Results] = MappingProxyType({})) -> str:
     """`page` with every generated part replaced. `others` has the results of other kinds of machines by folder.
 
-    Raises KeyError for a part that names neither a bench nor a folder.
+    A part without results is "Not measured."; one of a bench that no page shows raises KeyError.
     """
 
     def part(match: re.Match[str]) -> str:

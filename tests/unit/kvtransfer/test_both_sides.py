@@ -17,7 +17,6 @@ from shared.kvtransfer.peering import UNNAMED_IDLE_S
 from shared.kvtransfer.states import Received
 from shared.protocol.channel import ControlThread
 from shared.protocol.messages import ReqKey
-from tests.page_stores import PagesAround
 from tests.patience import PATIENCE_S, until
 from tests.unit.kvtransfer.link_pair import (
     BACKENDS,
@@ -33,11 +32,12 @@ torch.set_num_threads(1)
 NUM_PAGES = 64
 
 
-class HeldPages(PagesAround):
+class HeldPages:
     """A pool whose scatters wait until `go_on` is set."""
 
     def __init__(self, pages: PageStore) -> None:
-        super().__init__(pages)
+        self._pages = pages
+        self.gather, self.gather_nbytes = pages.gather, pages.gather_nbytes
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -45,7 +45,7 @@ class HeldPages(PagesAround):
         self, page_ids: Sequence[int], first_layer: int, num_layers: int, src: torch.Tensor, seed: int
     ) -> int:
         assert self.go_on.wait(PATIENCE_S)
-        return super().scatter(page_ids, first_layer, num_layers, src, seed)
+        return self._pages.scatter(page_ids, first_layer, num_layers, src, seed)
 
 
 class Two:

@@ -23,7 +23,7 @@ from shared.kvtransfer.states import Received, SendEnded
 from shared.protocol.messages import KVLayout, NodeRef, Outbox, ReqKey
 from shared.protocol.transfer_messages import Handoff, Ready
 from tests.fake_link import fake_transports
-from tests.fake_network import CorruptingPages, FakeNetwork, Faults
+from tests.fake_network import FakeNetwork, Faults
 from tests.unit.kvtransfer.looks import num_slots_out
 
 LAYOUT = KVLayout("f00d", "float32", 4, 3, 1, 2)
@@ -166,7 +166,7 @@ class Host:
         return Endpoint(
             node=NodeRef(self.name, f"{self.name}.{next(_incarnations)}", f"fake://{self.name}"),
             layout=layout,
-            pages=CorruptingPages(self.pages, self.network),
+            pages=self.pages,
             outbox=outbox,
             transports=fake_transports(self.network, self.name, options),
             clock=self.network.clock,

@@ -91,7 +91,6 @@ async def joined_router(
     dispatch: DispatchOptions | None = None,
     connections: ConnectionOptions | None = None,
     wait: bool = True,
-    base: Path | None = None,
 ) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
     """A real router on free ports, joined to `nodes`, and a client for it."""
     config = RouterConfig(
