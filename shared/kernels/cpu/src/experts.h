@@ -3,7 +3,7 @@
 //
 // Tokens are grouped by expert, so an expert's panels are read once for all of its tokens, and those of other experts
 // not at all. What a token gets is added up by ascending index of the expert, in float32.
-// So a token's result does not depend on the batch or on the number of threads (ADR 48).
+// So a token's result does not depend on the batch or on the number of threads (ADR 27).
 #pragma once
 #include <vector>
 
