@@ -1,7 +1,7 @@
 """Links between two GPU processes of one host, also on one GPU. The receiver reads device memory of the sender.
 
-Slots come from cudaMalloc and are mapped by the receiver (CUDA IPC). A gather blocks until it is done, since its
-digest goes with the record, and a scatter until the slot may be released. So the hosts order the work of the two
+Slots come from cudaMalloc and are mapped by the receiver (CUDA IPC). A record is sent when its gather is done,
+since the digest goes with it, and a slot is released when its scatter is done. So the hosts order the work of the two
 processes, which share no event of CUDA. With the first record of a slot goes the handle of its memory, and one end
 of a pipe, the *witness*: it closes when the receiver has unmapped the slot, or is dead. CUDA leaves undefined what
 becomes of mappings of freed memory, so a slot is freed only then.
