@@ -361,8 +361,8 @@ PLANTS = {
             "a double free",
             _D,
             double_free,
-            f"{TOKENS_DIFFER}|pages with two owners",
-            "pages with two owners",
+            f"{TOKENS_DIFFER}|pages with two owners|has no window page",
+            "pages with two owners|has no window page",  # the first of two owners has given it up
             lasts=True,
         ),
         Plant(
