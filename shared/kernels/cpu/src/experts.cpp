@@ -172,7 +172,7 @@ void Experts::gate_up(Team& team, const ExpertsDesc& experts, const Rows& x, bf1
     const PackedLinear& w = experts.gate_up[block.expert];
     const int64_t panel = task % panels;
     const auto multiply = [&](const auto& epilogue) {
-      rows_times_panel(x, block.begin, block.end, w, panel, panel_begin(w, (panel + team.size()) % panels),
+      rows_times_panel(x, block.begin, block.end, w, panel, panel_begin(w, (panel + 1) % panels),
                        [&](int64_t slot, const float* y) { epilogue(slot, panel, y); });
     };
     if (experts.limit > 0) multiply(ClampedSiluMul{product, w.bias, w.n / 2, experts.limit, experts.alpha});

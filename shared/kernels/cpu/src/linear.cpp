@@ -14,7 +14,7 @@ void multiply(Team& team, const Rows& x, int64_t m, const PackedLinear& w, const
   const int64_t panels = panels_of(w), block = rows_of_block(m, w);
   team.each((m + block - 1) / block * panels, [&](int64_t task) {
     const int64_t panel = task % panels, begin = task / panels * block;
-    const char* const next = panel_begin(w, (task + team.size()) % panels);
+    const char* const next = panel_begin(w, (panel + 1) % panels);
     rows_times_panel(x, begin, std::min(m, begin + block), w, panel, next,
                      [&](int64_t row, const float* y) { epilogue(row, panel, y); });
   });

@@ -62,21 +62,36 @@ class Team {
     }
   }
 
-  // Runs f(i) for i in [0, n). An idle worker takes the next i, since cores of a shared machine differ in speed.
+  // Runs f(i) for i in [0, n). Each worker has a contiguous range of them, since memory is read fastest in order. When it
+  // is done it takes from the others' ranges, since cores of a shared machine differ in speed.
   template <class F>
   void each(int64_t n, F&& f) {
     if (size() == 1 || n <= 1) {
       for (int64_t i = 0; i < n; i++) f(i);
       return;
     }
-    std::atomic<int64_t> next{0};
-    run([&](int) {
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(i);
+    for (int i = 0; i < size(); i++) {
+      ranges_[i].next.store(n * i / size(), std::memory_order_relaxed);
+      ranges_[i].end = n * (i + 1) / size();
+    }
+    run([&](int worker) {
+      for (int i = 0; i < size(); i++) {
+        Range& range = ranges_[(worker + i) % size()];
+        while (range.next.load(std::memory_order_relaxed) < range.end) {
+          const int64_t taken = range.next.fetch_add(1, std::memory_order_relaxed);
+          if (taken < range.end) f(taken);
+        }
+      }
     });
   }
 
  private:
   static constexpr int kSpins = 4000;  // about 50 us
+
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
 
   void end() {
     stop_ = true;
@@ -104,6 +119,7 @@ class Team {
   }
 
   std::vector<int> cores_;
+  std::vector<Range> ranges_ = std::vector<Range>(size());  // of `each`, one for each worker
   std::vector<std::thread> threads_;
   void (*call_)(void*, int) = nullptr;
   void* context_ = nullptr;
