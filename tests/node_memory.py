@@ -32,7 +32,7 @@ class Footprint:
 
 
 def footprints(router: Router, model: Path) -> list[Footprint]:
-    """One for each node that the router has started. Weights and KV are in bfloat16, as in the file."""
+    """One for each node that the router has started. Weights take what the file does, and KV is in bfloat16."""
     config = load_model_config(model)
     token_nbytes = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     _, info = router.get("/get_server_info")

@@ -207,7 +207,7 @@ def quantize_weight(weight_NK: torch.Tensor, *, bits: int, group_size: int) -> Q
 def stack(parts: Sequence[Linear], bias_N: torch.Tensor | None) -> Linear:
     """One layer for several of one kind with the same input, their outputs one after the other.
 
-    Raises ModelError where they have their inputs in different orders.
+    Raises ModelError, to which the caller adds their names, where they have their inputs in different orders.
     """
     dense = [part.weight_NK for part in parts if isinstance(part, DenseLinear)]
     if dense:
@@ -218,7 +218,7 @@ def stack(parts: Sequence[Linear], bias_N: torch.Tensor | None) -> Linear:
 def _stack_quantized(parts: Sequence[QuantizedLinear], bias_N: torch.Tensor | None) -> QuantizedLinear:
     first = parts[0]
     if len({None if part.order_K is None else tuple(part.order_K.tolist()) for part in parts}) > 1:
-        raise ModelError("layers that are computed as one (q, k and v, or gate and up) have different g_idx")
+        raise ModelError("are computed as one layer, but they have different g_idx")
     zeros = [part.zeros_NG for part in parts if part.zeros_NG is not None]
     codes_NK = first.codes_NK
     if len(parts) > 1:

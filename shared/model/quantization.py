@@ -7,7 +7,7 @@ file, so this file never imports torch.
     compressed-tensors   int-quantized      int8 weights with a scale for each channel (W8A8)
     compressed-tensors   pack-quantized     4 or 8 bits, a scale for each channel or group (W4A16, W8A16)
     compressed-tensors   float-quantized    FP8 (e4m3), a scale for the tensor, each channel or each block
-    fp8                  (blocks)           FP8 (e4m3), a scale for each block
+    fp8                  (blocks, or none)  FP8 (e4m3), a scale for each block, or for the tensor (AutoFP8)
     awq                  version gemm       4 bits, packed along the outputs, groups with zeros
     gptq                 gptq, gptq_v2      4 or 8 bits, packed along the inputs, groups with zeros
     mxfp4                                   experts in FP4 (e2m1), a power of two for each 32 inputs
@@ -46,6 +46,7 @@ class Layout(Enum):
     PACK_QUANTIZED = "compressed-tensors pack-quantized"
     FLOAT_QUANTIZED = "compressed-tensors float-quantized"
     FP8_BLOCKS = "blocks"
+    FP8_TENSOR = "tensors"
     AWQ = "awq"
     GPTQ = "gptq"
     GPTQ_V2 = "gptq_v2"
@@ -72,7 +73,7 @@ class Scheme:
     @property
     def has_codes(self) -> bool:
         """Whether the layer is computed with integers. FP8 is not: CPUs and older GPUs decode it."""
-        return self.layout not in (Layout.FLOAT_QUANTIZED, Layout.FP8_BLOCKS)
+        return self.layout not in (Layout.FLOAT_QUANTIZED, Layout.FP8_BLOCKS, Layout.FP8_TENSOR)
 
     @property
     def has_float_products(self) -> bool:
@@ -221,8 +222,10 @@ _GroupSize = Annotated[int, msgspec.Meta(ge=-1, le=2**16)]
 
 
 class _Fp8(msgspec.Struct, kw_only=True):
-    weight_block_size: tuple[_Size, _Size]
+    weight_block_size: tuple[_Size, _Size] | None = None
     modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+    """The same, as AutoFP8 names it."""
 
 
 class _Awq(msgspec.Struct, kw_only=True):
@@ -255,16 +258,7 @@ def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
         case "compressed-tensors":
             return _compressed_tensors(_convert(raw, _CompressedTensors, path), path)
         case "fp8":
-            fields = _convert(raw, _Fp8, path)
-            scheme = Scheme(
-                layout=Layout.FP8_BLOCKS,
-                bits=8,
-                group_size=None,
-                is_symmetric=True,
-                block=fields.weight_block_size,
-            )
-            ignored = (*_anywhere(fields.modules_to_not_convert or ()), "lm_head")
-            return Quantization(schemes=((("Linear",), scheme),), ignored=ignored)
+            return _fp8(_convert(raw, _Fp8, path))
         case "awq":
             return _awq(_convert(raw, _Awq, path), path)
         case "gptq":
@@ -403,6 +397,15 @@ def _float_scheme(group: _ConfigGroup, weights: _Args, key: str, path: Path) -> 
         block=block,
         is_weight_only=group.input_activations is None,
     )
+
+
+def _fp8(fields: _Fp8) -> Quantization:
+    """Blocks, or a scale for each tensor, as AutoFP8 writes them."""
+    block = fields.weight_block_size
+    layout = Layout.FP8_TENSOR if block is None else Layout.FP8_BLOCKS
+    scheme = Scheme(layout=layout, bits=8, group_size=None, is_symmetric=True, block=block)
+    ignored = _anywhere(fields.modules_to_not_convert or fields.ignored_layers or ())
+    return Quantization(schemes=((("Linear",), scheme),), ignored=(*ignored, "lm_head"))
 
 
 def _awq(fields: _Awq, path: Path) -> Quantization:

@@ -346,7 +346,10 @@ class WeightReader:
             layer = LinearSpec(name, n, projection.num_inputs, scheme)
             parts.append(FORMATS[scheme.layout].read(source, layer, self._dtype))
             self._count(_num_stored(layer))
-        return stack(parts, bias_N).to(self._device)
+        try:
+            return stack(parts, bias_N).to(self._device)
+        except ModelError as e:
+            raise ModelError(f"{', '.join(projection.outputs)} {e}") from e
 
     def _stack(self, rows: dict[str, int], *width: int) -> torch.Tensor:
         """Read tensors into one new buffer."""

@@ -46,6 +46,7 @@ CUT = [
             (Fault.DECODE_KILLED, Stage.ABORTING),
             (Fault.LINK_LOST, Stage.TRANSFERRING),
             (Fault.LINK_LOST, Stage.MOVING),
+            (Fault.NONE, Stage.DRAINING),
             (Fault.CLIENT_GONE, Stage.TRANSFERRING),
             (Fault.CLIENT_GONE, Stage.HANDED_OFF),
             (Fault.PREFILL_CUT_OFF, Stage.TRANSFERRING),

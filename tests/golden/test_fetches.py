@@ -60,11 +60,13 @@ def run(config: NodeConfig, prompts: Sequence[list[int]], lender: str, second: S
 
 
 @pytest.mark.usefixtures("native_kernels")
-@pytest.mark.parametrize(("lender", "overlap"), [("p1", True), ("d0", False)])
-def test_together_on_the_native_kernels(zoo: Zoo, lender: str, overlap: bool) -> None:
-    """In bfloat16, against the node that holds the pages, and against computing all of them."""
-    config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=PAGE)
-    fetched, *others = (run(config, zoo.prompts("builtin"), lender, second) for second in Second)
+@pytest.mark.parametrize(
+    ("model", "lender", "overlap"), [("builtin", "p1", True), ("qwen3-w8a8", "d0", False)]
+)
+def test_together_on_the_native_kernels(zoo: Zoo, model: str, lender: str, overlap: bool) -> None:
+    """In bfloat16, and with int8 weights and KV: as where the node holds the pages, and as where all is computed."""
+    config = config_of(zoo.folder(model), overlap=overlap, page_size=PAGE)
+    fetched, *others = (run(config, zoo.prompts(model), lender, second) for second in Second)
     for without in others:
         for one, other in zip(without, fetched, strict=True):
             assert other.token_ids == one.token_ids

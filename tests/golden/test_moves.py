@@ -11,7 +11,7 @@ from shared.config import NodeConfig
 from shared.protocol.logprobs import LogprobParams
 from tests.cluster import Answer, Cluster
 from tests.golden.references import Zoo
-from tests.golden.serving import GREEDY, overlaps, real_engine
+from tests.golden.serving import GREEDY, real_engine
 from tests.golden.test_native import config_of
 from tests.golden.test_retraction_ways import PENALIZED, SEEDED
 
@@ -45,11 +45,11 @@ def run(config: NodeConfig, prompts: Sequence[list[int]], *, moves: bool) -> lis
 
 
 @pytest.mark.usefixtures("native_kernels")
-@overlaps
-def test_together_on_the_native_kernels(zoo: Zoo, overlap: bool) -> None:
-    """In bfloat16."""
-    config = config_of(zoo.folder("builtin"), overlap=overlap, page_size=8)
-    stayed, moved = (run(config, zoo.prompts("builtin"), moves=moves) for moves in (False, True))
+@pytest.mark.parametrize(("model", "overlap"), [("builtin", True), ("qwen3-w8a8", False)])
+def test_together_on_the_native_kernels(zoo: Zoo, model: str, overlap: bool) -> None:
+    """In bfloat16, and with weights and KV of int8."""
+    config = config_of(zoo.folder(model), overlap=overlap, page_size=8)
+    stayed, moved = (run(config, zoo.prompts(model), moves=moves) for moves in (False, True))
     for one, other in zip(stayed, moved, strict=True):
         assert other.token_ids == one.token_ids
         assert other.logprobs == one.logprobs

@@ -1,4 +1,4 @@
-"""In bf16, int8 and with experts, natively: tokens of 1 prefill + 1 decode == of one node, one request at a time.
+"""In bf16, int8 (KV too) and with experts, natively: tokens of 1 prefill + 1 decode == of one node, one by one.
 
 The KV and logits of a token are the same bits whatever the batch, the chunks, the page size and the prefix that was
 there, and whether a decode step or a prefill computed them. So tokens and logprobs are the same too, also of requests
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shared.config import NodeConfig
+from shared.kernels.row_codes import split_codes
 from shared.kvcache.pools import TokenToKVPool
 from shared.kvcache.windowed_pool import WindowedKVPool
 from shared.protocol.logprobs import LogprobParams, TokenLogprobs
@@ -68,8 +69,13 @@ CASES = [Case(*values) for values in pairwise(FACTORS)]  # type: ignore[arg-type
 
 
 def config_of(folder: Path, **options: object) -> NodeConfig:
+    """With weights of W8A8, KV is int8 too."""
     config = node_config(folder, **options)  # type: ignore[arg-type]
-    return replace(config, model=replace(config.model, dtype="bfloat16", attention_backend="native"))
+    return replace(
+        config,
+        model=replace(config.model, dtype="bfloat16", attention_backend="native"),
+        cache=replace(config.cache, kv_cache_dtype="int8" if folder.name.endswith("w8a8") else "auto"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +155,11 @@ def streamed(cluster: Cluster, ids: list[int], known: list[int]) -> Streamed:
 
 def kv_of(pool: TokenToKVPool, pages: Sequence[int]) -> torch.Tensor:
     """The bits of K and V, [layer, K or V, token, head, dim]."""
-    return pool.buffer_LSNHPD[:, :, list(pages)].transpose(3, 4).flatten(2, 3).view(torch.int16).clone()
+    kept = pool.buffer_LSNHPD[:, :, list(pages)]
+    if kept.dtype == torch.int8:
+        codes, scales = split_codes(kept)
+        kept = torch.cat([codes, scales[..., None].contiguous().view(torch.int8)], -1)
+    return kept.transpose(3, 4).flatten(2, 3).contiguous().view(torch.int8)
 
 
 def assert_goes_on(again: Streamed, whole: Streamed, num_known: int, prompt_len: int) -> None:

@@ -37,7 +37,7 @@ from shared.protocol.messages import first_window_page
 from tests.backend_rig import CPU, batch_over, kv_pool, native_model
 from tests.kernels.cpu.conftest import BUILDS
 from tests.modelzoo import make_model, random_prompt
-from tests.quantized_models import compressed_tensors, gptq, mxfp4, quantize_folder
+from tests.quantized_models import awq, compressed_tensors, fp8, gptq, mxfp4, quantize_folder
 
 MODELS = {
     "qwen3": {"num_hidden_layers": 2},
@@ -50,7 +50,12 @@ MODELS = {
 }
 QUANTIZED = {
     "qwen3-w8a8": ("qwen3", lambda: compressed_tensors(8, activations=True)),
+    "qwen3-w4a16-zeros": ("qwen3", lambda: compressed_tensors(4, group_size=32, symmetric=False)),
+    "llama-w8a16": ("llama", lambda: compressed_tensors(8)),
+    "qwen3-awq": ("qwen3", lambda: awq(32)),
     "llama-gptq": ("llama", lambda: gptq(4, 32, desc_act=True)),
+    "qwen3-gptq-of-8-bits": ("qwen3", lambda: gptq(8, -1)),
+    "llama-fp8": ("llama", lambda: fp8("block")),
     "llama-int4": ("llama", lambda: None),
     "glm4-int4": ("glm4", lambda: None),
     "gemma3-int4": ("gemma3", lambda: None),

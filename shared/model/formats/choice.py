@@ -18,6 +18,7 @@ FORMATS: dict[Layout, Format] = {
     Layout.PACK_QUANTIZED: PACK_QUANTIZED,
     Layout.FLOAT_QUANTIZED: FP8,
     Layout.FP8_BLOCKS: FP8,
+    Layout.FP8_TENSOR: FP8,
     Layout.AWQ: AWQ,
     Layout.GPTQ: GPTQ,
     Layout.GPTQ_V2: GPTQ,

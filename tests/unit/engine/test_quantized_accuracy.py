@@ -24,7 +24,10 @@ LOST = {
     ("W4A16 g32", False): 0.001,
     ("W4A16 g32", True): 0.0001,
     ("GPTQ g128", False): 0.001,
+    ("AWQ g128", False): 0.001,
+    ("W8A16 channel", False): 0.0005,
     ("W8A16 channel", True): 0.0001,
+    ("FP8 channel", False): 0.0002,
     ("FP8 blocks", False): 0.0002,
 }
 """Nats that may be lost beside: to activations of 8 bits where only weights are quantized there, and to bf16.

@@ -33,8 +33,15 @@ from shared.protocol.messages import (
 )
 from shared.protocol.security import FleetKey
 from tests.patience import PATIENCE_S, eventually
-from tests.unit.router.fake_node import FakeNode
-from tests.unit.router.fakes import join_socket_of, joined_pair, new_client, serving_router, until_health
+from tests.unit.router.fake_node import LAYOUT, FakeNode
+from tests.unit.router.fakes import (
+    join_socket_of,
+    joined_pair,
+    joined_router,
+    new_client,
+    serving_router,
+    until_health,
+)
 
 
 async def test_health_generate_goes_through_both_fleets(model_folder: Path) -> None:
@@ -88,6 +95,20 @@ async def test_information(model_folder: Path) -> None:
             assert server["max_total_num_tokens"] == 200
             assert [state["node_id"] for state in server["internal_states"]] == ["prefill-0", "decode-0"]
             assert "api_key" not in server
+
+
+async def test_information_of_a_quantized_fleet(model_folder: Path) -> None:
+    layout = msgspec.structs.replace(LAYOUT, quantization="W4A8 awq", kv_cache_dtype="int8")
+    async with (
+        FakeNode(Role.DECODE, layout=layout) as decode,
+        joined_router(model_folder, [decode]) as (_, client),
+    ):
+        server = (await client.get("/server_info")).json()
+        assert (server["dtype"], server["quantization"], server["kv_cache_dtype"]) == (
+            "float32",
+            "W4A8 awq",
+            "int8",
+        )
 
 
 async def test_flush_waits_for_its_timeout_only(model_folder: Path) -> None:

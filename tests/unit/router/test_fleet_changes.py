@@ -215,6 +215,10 @@ STRANGERS: list[tuple[dict[str, Any], str]] = [
     ({"layout": {"page_size": 0}}, "page_size: 0 is below 1"),
     ({"layout": {"dtype": "bfloat16"}}, "dtype: the fleet has 'float32', this node has 'bfloat16'"),
     ({"layout": {"kv_cache_dtype": "int8"}}, "kv_cache_dtype: the fleet has 'none', this node has 'int8'"),
+    (
+        {"layout": {"quantization": "W4A8 awq"}},
+        "quantization: the fleet has 'none', this node has 'W4A8 awq'",
+    ),
     ({"layout": {"fingerprint": "another"}}, "is not the model that is served here"),
     ({"role": Role.PREFILL}, "expected a decode node, it is a prefill node"),
     ({"refuses": "router: too many"}, "the node refused: router: too many"),
