@@ -61,7 +61,7 @@ TARGETS = (
         what="decode step, batch 1 to 32: limit (reading or arithmetic, the longer) / step, the worst case",
         bench="decode",
         key="least_ratio",
-        at_least=0.6,
+        at_least=0.75,
     ),
     Target(
         what="decode step, batch 1 to 32: streaming read / step, the worst case",
