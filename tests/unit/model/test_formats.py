@@ -325,7 +325,8 @@ def test_fp8_with_a_scale_for_each_tensor_as_autofp8_writes_it(
 
     folder = changed(folders["fp8-tensor"], tmp_path / "all", as_autofp8("lm_head"))
     quantization = load_model_config(folder).quantization
-    assert quantization is not None and quantization.kept_float().name == "W8A8 tensors"
+    assert quantization is not None
+    assert (quantization.name, quantization.kept_float().name) == ("FP8 tensors", "W8A8 tensors")
     for ours, theirs in zip(load(folder).layers, load(folders["fp8-tensor"]).layers, strict=True):
         assert torch.equal(ours.mlp.down_proj.multiply(X), theirs.mlp.down_proj.multiply(X))
     some = load_model_config(
