@@ -324,6 +324,8 @@ def test_the_window_pages_that_more_tokens_need_are_counted() -> None:
             most = max(most, ledger.count_windows().held)
             ledger.slide(kv, end)
         assert ledger.window_growth(num_tokens, num_more) - (most - before) in (0, 1)
+        of_both = ledger.growth([num_tokens, 3], [num_more, 2])
+        assert of_both.window_pages == sum(map(ledger.window_growth, [num_tokens, 3], [num_more, 2])) > 0
 
 
 def test_a_prefix_that_gets_its_window_back_is_looked_up_again() -> None:
