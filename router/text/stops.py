@@ -49,6 +49,10 @@ BASE_BUDGET_S = 0.05
 BUDGET_S = 5e-4
 _SEARCH_TIMEOUT_S = 0.02
 """The timeout of one search. The library reads the clock every so many steps, so a search may take twice as long."""
+_MAX_TABLE_CHARS = 128
+_NEVER = "(?!)|"
+"""Before a longer pattern. For a literal that must occur, the library makes a table, once and without a look at its
+timeout, in a time that grows with the cube of its length (1024 times `a`: 0.3 s). With an alternative none must."""
 _REPEATS = re.compile(r"(?P<of_group>[)}])?(?:\+|\{(?P<least>\d*))")
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
@@ -79,7 +83,7 @@ class StopConditions:
         self.field = field if patterns else "stop"
         names = [field] if len(patterns) == 1 else [f"{field}[{at}]" for at in range(len(patterns))]
         self.compiled = [_compile(*each) for each in zip(patterns, names, strict=True)]
-        self.compiled += [regex.compile(regex.escape(string), cache_pattern=False) for string in strings]
+        self.compiled += [_for_searches(regex.escape(string)) for string in strings]
         self.matched = [*patterns, *strings]
         """The client's string or pattern of each."""
         self.first_chars = None if patterns else frozenset(string[0] for string in strings)
@@ -182,14 +186,23 @@ def expanded_size(pattern: str) -> int:
     return size * copies
 
 
+def _for_searches(pattern: str) -> regex.Pattern[str]:
+    return regex.compile(_before(pattern) + pattern, cache_pattern=False)
+
+
+def _before(pattern: str) -> str:
+    return _NEVER if len(pattern) > _MAX_TABLE_CHARS else ""
+
+
 def _compile(pattern: str, name: str) -> regex.Pattern[str]:
     try:
-        compiled = regex.compile(pattern, cache_pattern=False)
+        compiled = _for_searches(pattern)
         matches_nothing = compiled.search("", timeout=_SEARCH_TIMEOUT_S)
-    except (regex.error, RecursionError, OverflowError, MemoryError, TimeoutError) as e:
-        raise RequestError(
-            f"{name} {shown(pattern)} is not a pattern that can be used: {e}", param=name
-        ) from e
+    except regex.error as e:
+        place = "" if e.pos is None else f" at position {e.pos - len(_before(pattern))}"
+        raise _unusable(pattern, name, e.msg + place) from e
+    except (RecursionError, OverflowError, MemoryError, TimeoutError) as e:
+        raise _unusable(pattern, name, e) from e
     if compiled.flags & regex.REVERSE:
         raise RequestError(f"{name} {shown(pattern)} searches backwards, which no stream can", param=name)
     if matches_nothing:
@@ -197,3 +210,7 @@ def _compile(pattern: str, name: str) -> regex.Pattern[str]:
             f"{name} {shown(pattern)} matches the empty text, so that nothing could be generated", param=name
         )
     return compiled
+
+
+def _unusable(pattern: str, name: str, why: object) -> RequestError:
+    return RequestError(f"{name} {shown(pattern)} is not a pattern that can be used: {why}", param=name)

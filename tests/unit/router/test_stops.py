@@ -348,3 +348,17 @@ async def test_a_pattern_that_takes_too_long_fails_alone(model_folder: Path) -> 
         assert refused.json()["error"]["message"].startswith("prompt 1: sampling_params[1].stop_regex")
         alone = {"text": "one", "sampling_params": {"max_new_tokens": 150}}
         assert (await client.post("/generate", json=alone)).status_code == 200
+
+
+@pytest.mark.parametrize("pattern", [None, "(?i)B" + "A" * 1019])
+def test_a_long_literal_is_searched_in_no_time(pattern: str | None) -> None:
+    """The library would make a table for it, for longer than the budget of a request."""
+    wanted, text = pattern or "b" + "a" * 1019, "c" * 80 + "b" + "a" * 1030
+    cuts = list(range(0, len(text), 8))
+    found = scan(text, cuts, [wanted] if pattern else [], [] if pattern else [wanted])
+    assert found == ("c" * 80, wanted)
+
+
+def test_an_error_in_a_long_pattern_has_its_position() -> None:
+    with pytest.raises(RequestError, match=r"missing \) at position 1000$"):
+        StopConditions([], ["b", "A" * 999 + "("])
