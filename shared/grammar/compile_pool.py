@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -22,6 +24,7 @@ from shared.timeline import Clock
 NUM_THREADS = 2
 """With two threads, one slow grammar does not delay the others. Two slow ones do, until XGrammar is done."""
 MAX_WAITING = 256
+"""Different grammars."""
 MAX_PROBED = 4096
 NUM_PROBE_STEPS = 64
 """Steps of a probe. A cost that doubles every few tokens exceeds the step budget within them."""
@@ -58,9 +61,12 @@ class CompilePool:
         """Hashes of the grammars that passed `probe`."""
         self._num_threads = num_threads
         self._threads: list[threading.Thread] = []
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[bool, int, Job | None]] = queue.PriorityQueue()
+        """Those whose grammar is new come last, since they may take seconds. Then they are in order of arrival."""
+        self._numbers = itertools.count()
         self._max_waiting = max_waiting
-        self._places = threading.Semaphore(max_waiting)
+        self._waiting: Counter[Grammar] = Counter()
+        self._waiting_lock = threading.Lock()
         self._closed = False
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
@@ -68,13 +74,13 @@ class CompilePool:
         future: Future[CompiledGrammar] = Future()
         if self._closed:
             future.set_exception(_ending())
-        elif not self._places.acquire(blocking=False):
+        elif not self._enter(grammar):
             message = f"{self._max_waiting} grammars wait to be compiled on this node, and more may not"
             future.set_exception(RequestError(message, status=503))
         else:
-            future.add_done_callback(lambda _: self._places.release())
+            future.add_done_callback(lambda _: self._leave(grammar))
             self._start_threads()
-            self._jobs.put((grammar, future))
+            self._jobs.put((hash(grammar) not in self._probed, next(self._numbers), (grammar, future)))
         return future
 
     def warm_up(self) -> None:
@@ -89,15 +95,28 @@ class CompilePool:
         self._closed = True
         with contextlib.suppress(queue.Empty):  # a thread may take the last one just before
             while True:
-                job = self._jobs.get_nowait()
+                *_, job = self._jobs.get_nowait()
                 if job is not None:
                     job[1].cancel()
         for _ in self._threads:
-            self._jobs.put(None)
+            self._jobs.put((True, next(self._numbers), None))
         with self._backend_lock:
             give_up_at = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
+
+    def _enter(self, grammar: Grammar) -> bool:
+        with self._waiting_lock:
+            if grammar not in self._waiting and len(self._waiting) >= self._max_waiting:
+                return False
+            self._waiting[grammar] += 1
+            return True
+
+    def _leave(self, grammar: Grammar) -> None:
+        with self._waiting_lock:
+            self._waiting[grammar] -= 1
+            if not self._waiting[grammar]:
+                del self._waiting[grammar]
 
     def _start_threads(self) -> None:
         if self._threads:
@@ -112,7 +131,7 @@ class CompilePool:
             threading.stack_size(usual)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()[-1]) is not None:
             grammar, future = job
             if not future.set_running_or_notify_cancel():
                 continue

@@ -131,7 +131,7 @@ def test_a_compilation_under_way_ends_before_the_process_does(backend: CountingB
     assert not any(thread.is_alive() for thread in pool._threads)
 
 
-class TakenMeanwhile(queue.SimpleQueue[Any]):
+class TakenMeanwhile(queue.PriorityQueue[Any]):
     """A thread takes the last job just after this queue has said that there is one."""
 
     def empty(self) -> bool:
@@ -141,14 +141,14 @@ class TakenMeanwhile(queue.SimpleQueue[Any]):
         return False
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        assert not super().empty(), "it would wait for ever"
+        assert not block or not super().empty(), "it would wait for ever"
         return super().get(block, timeout)
 
 
 def test_the_end_waits_for_no_job_that_a_thread_has_taken(backend: CountingBackend) -> None:
     pool = CompilePool(lambda: backend)
     pool._jobs = TakenMeanwhile()
-    pool._jobs.put((ebnf("a"), Future()))
+    pool._jobs.put((True, 0, (ebnf("a"), Future())))
     pool.close()
 
 
@@ -176,12 +176,26 @@ def test_a_full_queue_is_told_at_once(backend: CountingBackend) -> None:
     with pytest.raises(RequestError, match="3 grammars") as caught:
         pool.compile(ebnf("c")).result(0)
     assert caught.value.status == 503
+    again = pool.compile(ebnf("a"))  # a grammar that waits already takes no place
     queued[1].cancel()
     third = pool.compile(ebnf("c"))
     backend.gate.set()
-    third.result(PATIENCE_S)
+    wait([again, third], PATIENCE_S)
     wait([pool.compile(ebnf(text)) for text in "def"], PATIENCE_S)
     assert pool.compile(ebnf("g")).result(PATIENCE_S), "places come back"
+    pool.close()
+
+
+def test_a_grammar_that_was_compiled_goes_before_new_ones(backend: CountingBackend) -> None:
+    pool = CompilePool(lambda: backend, num_threads=1)
+    pool.compile(ebnf("known")).result(PATIENCE_S)
+    backend.began.clear()
+    pool.compile(ebnf("hang"))
+    assert backend.began.wait(PATIENCE_S)
+    last = [pool.compile(ebnf(text)) for text in ("new", "newer", "known")]
+    backend.gate.set()
+    wait(last, PATIENCE_S)
+    assert backend.compiled == ["known", "hang", "known", "new", "newer"]
     pool.close()
 
 
