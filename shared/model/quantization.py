@@ -226,6 +226,7 @@ class _Fp8(msgspec.Struct, kw_only=True):
     modules_to_not_convert: list[str] | None = None
     ignored_layers: list[str] | None = None
     """The same, as AutoFP8 names it."""
+    kv_cache_scheme: Any = None
 
 
 class _Awq(msgspec.Struct, kw_only=True):
@@ -258,7 +259,7 @@ def read_quantization(raw: dict[str, Any], path: Path) -> Quantization:
         case "compressed-tensors":
             return _compressed_tensors(_convert(raw, _CompressedTensors, path), path)
         case "fp8":
-            return _fp8(_convert(raw, _Fp8, path))
+            return _fp8(_convert(raw, _Fp8, path), path)
         case "awq":
             return _awq(_convert(raw, _Awq, path), path)
         case "gptq":
@@ -399,8 +400,10 @@ def _float_scheme(group: _ConfigGroup, weights: _Args, key: str, path: Path) -> 
     )
 
 
-def _fp8(fields: _Fp8) -> Quantization:
+def _fp8(fields: _Fp8, path: Path) -> Quantization:
     """Blocks, or a scale for each tensor, as AutoFP8 writes them."""
+    if fields.kv_cache_scheme is not None:
+        raise _unsupported(path, "kv_cache_scheme", fields.kv_cache_scheme, "none")
     block = fields.weight_block_size
     layout = Layout.FP8_TENSOR if block is None else Layout.FP8_BLOCKS
     scheme = Scheme(layout=layout, bits=8, group_size=None, is_symmetric=True, block=block)

@@ -251,6 +251,11 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], object], list[str]]] = [
         ["group_0.weights", "float of 8 bits", "int-quantized"],
     ),
     ("fp8-transformers", lambda config: config.update(weight_block_size=[48]), ["weight_block_size"]),
+    (
+        "fp8-transformers",
+        lambda config: config.update(kv_cache_scheme="static"),
+        ["kv_cache_scheme", "static"],
+    ),
     ("w8a8", lambda config: config.update(ignore=["re:(lm_head"]), ["re:(lm_head"]),
     ("w8a8", lambda config: config.update(ignore=["re:a{99999999999}"]), ["re:a{99999999999}", "too large"]),
     ("awq", lambda config: config.update(version="gemv"), ["version", "gemv"]),
