@@ -180,7 +180,7 @@ def test_a_full_queue_is_told_at_once(backend: CountingBackend) -> None:
     queued[1].cancel()
     third = pool.compile(ebnf("c"))
     backend.gate.set()
-    wait([again, third], PATIENCE_S)
+    assert again.result(PATIENCE_S) and third.result(PATIENCE_S)
     wait([pool.compile(ebnf(text)) for text in "def"], PATIENCE_S)
     assert pool.compile(ebnf("g")).result(PATIENCE_S), "places come back"
     pool.close()
