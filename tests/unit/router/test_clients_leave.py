@@ -53,10 +53,10 @@ async def streams(client: RawClient) -> None:
 
 
 async def reads_half(client: RawClient) -> None:
-    """One by one: the router reads no further when it cannot write, and takes only one request ahead."""
+    """One by one: the router reads no further when it cannot write, and refuses a second request ahead."""
     for _ in range(24):
         client.send("GET /openapi.json HTTP/1.1\nHost: a\n\n")
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)  # an answer takes less, also beside other work
     await client.read_until(b"\r\n\r\n")
 
 
