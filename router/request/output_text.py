@@ -73,6 +73,8 @@ async def stop_conditions(
 
     Raises RequestError.
     """
+    if not any(options.stop or options.stop_regex for options in prompts):
+        return [None] * len(prompts)
     fields = {pattern: options.stop_regex_field for options in prompts for pattern in options.stop_regex}
     sizes = {pattern: expanded_size(pattern) for pattern in fields}
     num_chars = sum(sizes.values())
