@@ -51,7 +51,7 @@ _SEARCH_TIMEOUT_S = 0.02
 """The timeout of one search. The library reads the clock every so many steps, so a search may take twice as long."""
 _MAX_TABLE_CHARS = 128
 _NEVER = "(?!)|"
-"""Before a longer pattern. For a literal that must occur, the library makes a table, once and without a look at its
+"""Before a longer string. For a literal that must occur, the library makes a table, once and without a look at its
 timeout, in a time that grows with the cube of its length (1024 times `a`: 0.3 s). With an alternative none must."""
 _REPEATS = re.compile(r"(?P<of_group>[)}])?(?:\+|\{(?P<least>\d*))")
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
@@ -78,12 +78,13 @@ class StopConditions:
 
         Raises RequestError. The caller has bounded the patterns' `expanded_size`.
         """
+        regex.purge()  # the library keeps a note of each pattern, also of one that it does not cache
         self.budget = budget or SearchBudget()
         assert all(strings), "an empty stop string would match everywhere"
         self.field = field if patterns else "stop"
         names = [field] if len(patterns) == 1 else [f"{field}[{at}]" for at in range(len(patterns))]
         self.compiled = [_compile(*each) for each in zip(patterns, names, strict=True)]
-        self.compiled += [_for_searches(regex.escape(string)) for string in strings]
+        self.compiled += [_literal(string) for string in strings]
         self.matched = [*patterns, *strings]
         """The client's string or pattern of each."""
         self.first_chars = None if patterns else frozenset(string[0] for string in strings)
@@ -186,23 +187,27 @@ def expanded_size(pattern: str) -> int:
     return size * copies
 
 
-def _for_searches(pattern: str) -> regex.Pattern[str]:
-    return regex.compile(_before(pattern) + pattern, cache_pattern=False)
-
-
-def _before(pattern: str) -> str:
-    return _NEVER if len(pattern) > _MAX_TABLE_CHARS else ""
+def _literal(string: str) -> regex.Pattern[str]:
+    before = _NEVER if len(string) > _MAX_TABLE_CHARS else ""
+    return regex.compile(before + regex.escape(string), cache_pattern=False)
 
 
 def _compile(pattern: str, name: str) -> regex.Pattern[str]:
     try:
-        compiled = _for_searches(pattern)
+        compiled = regex.compile(pattern, cache_pattern=False)
         matches_nothing = compiled.search("", timeout=_SEARCH_TIMEOUT_S)
-    except regex.error as e:
-        place = "" if e.pos is None else f" at position {e.pos - len(_before(pattern))}"
-        raise _unusable(pattern, name, e.msg + place) from e
-    except (RecursionError, OverflowError, MemoryError, TimeoutError) as e:
-        raise _unusable(pattern, name, e) from e
+    except (
+        regex.error,
+        ValueError,
+        TypeError,
+        RecursionError,
+        OverflowError,
+        MemoryError,
+        TimeoutError,
+    ) as e:
+        raise RequestError(
+            f"{name} {shown(pattern)} is not a pattern that can be used: {e}", param=name
+        ) from e
     if compiled.flags & regex.REVERSE:
         raise RequestError(f"{name} {shown(pattern)} searches backwards, which no stream can", param=name)
     if matches_nothing:
@@ -210,7 +215,3 @@ def _compile(pattern: str, name: str) -> regex.Pattern[str]:
             f"{name} {shown(pattern)} matches the empty text, so that nothing could be generated", param=name
         )
     return compiled
-
-
-def _unusable(pattern: str, name: str, why: object) -> RequestError:
-    return RequestError(f"{name} {shown(pattern)} is not a pattern that can be used: {why}", param=name)

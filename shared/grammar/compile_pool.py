@@ -22,7 +22,8 @@ from shared.protocol.sampling_params import Grammar
 from shared.timeline import Clock
 
 NUM_THREADS = 2
-"""With two threads, one slow grammar does not delay the others. Two slow ones do, until XGrammar is done."""
+"""With two threads, one slow request does not delay the others. Two slow ones do, also of one grammar, until
+XGrammar is done."""
 MAX_WAITING = 256
 """Different grammars."""
 MAX_PROBED = 4096
@@ -62,7 +63,8 @@ class CompilePool:
         self._num_threads = num_threads
         self._threads: list[threading.Thread] = []
         self._jobs: queue.PriorityQueue[tuple[bool, int, Job | None]] = queue.PriorityQueue()
-        """Those whose grammar is new come last, since they may take seconds. Then they are in order of arrival."""
+        """Those whose grammar is new come last, since they may take seconds, as others do if the backend has dropped
+        theirs. Then they are in order of arrival."""
         self._numbers = itertools.count()
         self._max_waiting = max_waiting
         self._waiting: Counter[Grammar] = Counter()
